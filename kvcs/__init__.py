@@ -1,0 +1,1 @@
+"""KV Cache Streaming over MOQT."""

@@ -1,0 +1,1 @@
+"""Media over QUIC Transport (draft-22) for asyncio."""
