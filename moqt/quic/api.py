@@ -1,0 +1,240 @@
+"""What a QUIC connection and its streams look like to the rest of moqt.
+
+The classes here are abstract: `moqt.quic.connection` implements them over aioquic, `moqt.quic.memory` in memory. Nothing in this
+module knows a QUIC library.
+
+How the sending side works. Bytes that were handed to a connection can no longer be reordered, so a scheduler that wants the most
+urgent bytes to leave first must hand over little at a time: it sets `Connection.feeder`, and whenever the connection may have
+room the feeder is called; it then calls `Stream.hand` while `Connection.unsent < WATERMARK`, `Connection.credit > 0` and
+`Stream.credit > 0`. Control and request streams, which carry little and are always urgent, use `await Stream.write(...)`.
+
+How the receiving side works. Flow-control windows move when the application reads (not when bytes arrive), so not reading a
+stream throttles its sender after `QuicOptions.max_stream_data` bytes. Streams that nobody reads hold at most their own window;
+keep `max_data` well above the sum of the windows of streams that may be left unread, and control streams never starve.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from moqt.errors import MoqtError, UsageError
+from moqt.names import printable
+
+__all__ = [
+    "WATERMARK",
+    "Buffer",
+    "Connection",
+    "ConnectionClosed",
+    "NoStreamCredit",
+    "QuicOptions",
+    "Stream",
+]
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+"""Bytes in one contiguous piece."""
+
+WATERMARK = 512 * 1024
+"""Bytes: a feeder stops handing data over when `Connection.unsent` has reached this (spec/quic.md, recommendation 1)."""
+
+
+class ConnectionClosed(MoqtError):
+    """The QUIC connection has ended; every reader, writer and waiter of it gets this.
+
+    `application` is True when one side closed it with an application code (for MOQT: a session code of moqt.md 17.1) and False
+    when the transport ended it: idle time-out, transport or TLS error, an unreachable peer, a cut. `remote` says that the peer
+    ended it. `code` is the application code or the QUIC transport error code.
+    """
+
+    def __init__(self, code: int, reason: str, *, remote: bool, application: bool) -> None:
+        self.code = code
+        self.reason = reason
+        self.remote = remote
+        self.application = application
+        super().__init__(code, reason, remote, application)
+
+    def __str__(self) -> str:
+        what = "application" if self.application else "transport"
+        whom = "by the peer" if self.remote else "by this side"
+        reason = f": {printable(self.reason)}" if self.reason else ""
+        return f"connection closed {whom} ({what} code {self.code:#x}){reason}"
+
+
+class NoStreamCredit(MoqtError):
+    """The peer does not allow one more stream of this kind right now; `Connection.open_when_possible` waits for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuicOptions:
+    """What an endpoint offers and how it behaves. Sizes are bytes, times are seconds.
+
+    `max_data` and `max_stream_data` are receive windows: how much the peer may send beyond what the application has read, over
+    all streams and for one stream. They bound the memory that a peer can take. `max_datagram_size` is the UDP payload; keep 1452
+    on an Ethernet, use up to 8900 with jumbo frames and 16000 on loopback. `keepalive` is the silence after which a PING is sent
+    (None: never); `idle_timeout` is the silence after which the connection is given up. `qlog_dir` makes each connection write a
+    qlog file there (slow, for debugging).
+    """
+
+    max_datagram_size: int = 1452
+    max_data: int = 16 * 1024 * 1024
+    max_stream_data: int = 4 * 1024 * 1024
+    max_uni_streams: int = 256
+    max_bidi_streams: int = 128
+    idle_timeout: float = 30.0
+    keepalive: float | None = 10.0
+    qlog_dir: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not 1200 <= self.max_datagram_size <= 16000:
+            raise UsageError(f"max_datagram_size must be 1200 to 16000 bytes, not {self.max_datagram_size}")
+        if self.max_stream_data < 4096:
+            raise UsageError(f"max_stream_data must be at least 4096 bytes, not {self.max_stream_data}")
+        if self.max_data < self.max_stream_data:
+            raise UsageError(
+                "max_data, the window of all streams together, must not be below max_stream_data"
+            )
+        if not 1 <= self.max_uni_streams <= 1 << 20 or not 0 <= self.max_bidi_streams <= 1 << 20:
+            raise UsageError("max_uni_streams must be 1 to 2^20 and max_bidi_streams 0 to 2^20")
+        if self.idle_timeout <= 0:
+            raise UsageError(f"idle_timeout must be above 0 seconds, not {self.idle_timeout}")
+        if self.keepalive is not None and self.keepalive <= 0:
+            raise UsageError(f"keepalive must be above 0 seconds or None, not {self.keepalive}")
+
+
+class Stream(ABC):
+    """One QUIC stream. A unidirectional stream is written by the side that opened it and read by the other."""
+
+    id: int
+    """QUIC stream ID."""
+
+    bidirectional: bool
+
+    stopped: int | None
+    """The code of a STOP_SENDING from the peer, once one came (our sending side is then already reset with that code)."""
+
+    on_stopped: Callable[[int], None] | None
+    """Called once, synchronously, when STOP_SENDING arrives, with its code."""
+
+    @abstractmethod
+    async def read(self) -> bytes:
+        """All that has arrived in order since the last read, at least one byte; b"" once the peer's FIN is reached, and ever after.
+
+        Reading gives flow-control credit back to the peer. One reader at a time.
+
+        Raises StreamReset as soon as the peer has reset the stream, even if earlier bytes were not read; ConnectionClosed when
+        the connection has ended before the FIN was read (a broken stream never looks like a finished one).
+        """
+
+    @property
+    @abstractmethod
+    def credit(self) -> int:
+        """Bytes that may still be handed over under the stream's flow control, beyond all handed over so far.
+
+        The connection's own credit is another matter: `Connection.credit`.
+        """
+
+    @abstractmethod
+    def hand(self, data: Buffer, *, fin: bool = False) -> None:
+        """Hand bytes over to be sent; never blocks. For feeders, which look at `credit`, `Connection.credit` and `unsent` first.
+
+        Bytes beyond the credit are kept and sent when credit comes, and count as `unsent` until then. The buffer is copied.
+
+        Raises StreamStopped, ConnectionClosed when writing has been ended for us; UsageError after our own FIN or reset.
+        """
+
+    @abstractmethod
+    async def write(self, data: Buffer, *, fin: bool = False) -> None:
+        """Hand bytes over in pieces as credit allows and while the connection has little unsent; for control and request streams.
+
+        Returns when all is handed over, which is not yet sent, nor acknowledged. Raises as `hand` does.
+        """
+
+    @abstractmethod
+    def reset(self, code: int) -> None:
+        """Abort our sending side with RESET_STREAM; bytes not yet sent are dropped. No effect when it has finished or was reset."""
+
+    @abstractmethod
+    def stop(self, code: int) -> None:
+        """Ask the peer with STOP_SENDING to abort its sending side; unread and later bytes are dropped and their credit returned.
+
+        No effect when the peer has finished or reset the stream. A later `read` raises UsageError.
+        """
+
+
+class Connection(ABC):
+    """One QUIC connection whose handshake is complete."""
+
+    is_client: bool
+    alpn: str
+    peer: str
+    """The peer's address as text, for logs."""
+
+    id: str
+    """A short name of this connection, for logs."""
+
+    feeder: Callable[[], None] | None
+    """Called synchronously, before packets are built, whenever there may be room: after `kick`, after datagrams were processed
+    (acknowledgements, credit), and on timers. What it hands over leaves in the same pass. It must not raise."""
+
+    on_datagram: Callable[[bytes], None] | None
+    """Called with each DATAGRAM that arrives; without one they are dropped."""
+
+    closed: ConnectionClosed | None
+    """Why the connection has ended; None while it lives."""
+
+    @property
+    @abstractmethod
+    def unsent(self) -> int:
+        """Bytes handed over and not yet put into packets for the first time, over all streams."""
+
+    @property
+    @abstractmethod
+    def credit(self) -> int:
+        """Bytes that may still be handed over under the connection's flow control, beyond all handed over so far."""
+
+    @abstractmethod
+    def stream_credit(self, *, bidirectional: bool) -> int:
+        """How many streams of the kind may be opened right now."""
+
+    @abstractmethod
+    def open(self, *, bidirectional: bool) -> Stream:
+        """Open a stream. The peer sees it with the first byte, FIN or reset.
+
+        Raises NoStreamCredit, ConnectionClosed.
+        """
+
+    @abstractmethod
+    async def open_when_possible(self, *, bidirectional: bool) -> Stream:
+        """`open`, waiting for the peer's credit, first come first served. Raises ConnectionClosed."""
+
+    @abstractmethod
+    async def accept(self) -> Stream:
+        """The next stream that the peer opened. Raises ConnectionClosed, once the streams that came before it are taken."""
+
+    @abstractmethod
+    def kick(self) -> None:
+        """Call the feeder and transmit soon (one pass for any number of calls in this turn of the event loop)."""
+
+    @abstractmethod
+    def send_datagram(self, data: Buffer) -> None:
+        """Send an unreliable DATAGRAM. Raises UsageError when it does not fit into a packet or the peer takes none,
+        ConnectionClosed. When many wait already, it is dropped, as the network might have done."""
+
+    @abstractmethod
+    async def ping(self) -> None:
+        """Return when the peer has acknowledged a PING. Raises ConnectionClosed."""
+
+    @abstractmethod
+    def close(self, code: int = 0, reason: str = "") -> None:
+        """Close with an application code and a reason (UTF-8, cut to 900 bytes). Idempotent.
+
+        Immediate, as QUIC has it: streams are not flushed. What must arrive has to be known to have arrived (a reply, `ping`)
+        before. `closed` is set at once; `wait_closed` tells when the peer must have heard of it.
+        """
+
+    @abstractmethod
+    async def wait_closed(self) -> ConnectionClosed:
+        """Wait until the connection is fully over: the close was sent, nothing of it is left in the event loop."""
