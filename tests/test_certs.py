@@ -31,7 +31,7 @@ def verify_as_aioquic(files: CertificateFiles, name: str, *, ca: Path | None = N
 
 
 def handshake(files: CertificateFiles, name: str, ca: Path) -> None:
-    """A TLS 1.3 handshake in memory, OpenSSL on both ends, with the strict checks that Python 3.13 makes its default."""
+    """A TLS 1.3 handshake in memory, OpenSSL on both ends, with the strict checks of Python 3.13."""
     client_context = ssl.create_default_context(cafile=str(ca))
     client_context.verify_flags |= ssl.VERIFY_X509_STRICT
     server_context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
