@@ -1,16 +1,18 @@
 """What a QUIC connection and its streams look like to the rest of moqt.
 
-The classes here are abstract: `moqt.quic.connection` implements them over aioquic, `moqt.quic.memory` in memory. Nothing in this
-module knows a QUIC library.
+The classes here are abstract: `moqt.quic.connection` implements them over aioquic, `moqt.quic.memory` in
+memory. Nothing in this module knows a QUIC library.
 
-How the sending side works. Bytes that were handed to a connection can no longer be reordered, so a scheduler that wants the most
-urgent bytes to leave first must hand over little at a time: it sets `Connection.feeder`, and whenever the connection may have
-room the feeder is called; it then calls `Stream.hand` while `Connection.unsent < WATERMARK`, `Connection.credit > 0` and
-`Stream.credit > 0`. Control and request streams, which carry little and are always urgent, use `await Stream.write(...)`.
+How the sending side works. Bytes that were handed to a connection can no longer be reordered, so a scheduler
+that wants the most urgent bytes to leave first must hand over little at a time: it sets `Connection.feeder`,
+and whenever the connection may have room the feeder is called; it then calls `Stream.hand` while
+`Connection.unsent < WATERMARK`, `Connection.credit > 0` and `Stream.credit > 0`. Control and request streams,
+which carry little and are always urgent, use `await Stream.write(...)`.
 
-How the receiving side works. Flow-control windows move when the application reads (not when bytes arrive), so not reading a
-stream throttles its sender after `QuicOptions.max_stream_data` bytes. Streams that nobody reads hold at most their own window;
-keep `max_data` well above the sum of the windows of streams that may be left unread, and control streams never starve.
+How the receiving side works. Flow-control windows move when the application reads (not when bytes arrive), so
+not reading a stream throttles its sender after `QuicOptions.max_stream_data` bytes. Streams that nobody reads
+hold at most their own window; keep `max_data` well above the sum of the windows of streams that may be left
+unread, and control streams never starve.
 """
 
 from __future__ import annotations
@@ -38,15 +40,18 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 """Bytes in one contiguous piece."""
 
 WATERMARK = 512 * 1024
-"""Bytes: a feeder stops handing data over when `Connection.unsent` has reached this (spec/quic.md, recommendation 1)."""
+"""Bytes: a feeder stops handing data over when `Connection.unsent` has reached this (spec/quic.md,
+recommendation 1).
+"""
 
 
 class ConnectionClosed(MoqtError):
     """The QUIC connection has ended; every reader, writer and waiter of it gets this.
 
-    `application` is True when one side closed it with an application code (for MOQT: a session code of moqt.md 17.1) and False
-    when the transport ended it: idle time-out, transport or TLS error, an unreachable peer, a cut. `remote` says that the peer
-    ended it. `code` is the application code or the QUIC transport error code.
+    `application` is True when one side closed it with an application code (for MOQT: a session code of
+    moqt.md 17.1) and False when the transport ended it: idle time-out, transport or TLS error, an unreachable
+    peer, a cut. `remote` says that the peer ended it. `code` is the application code or the QUIC transport
+    error code.
     """
 
     def __init__(self, code: int, reason: str, *, remote: bool, application: bool) -> None:
@@ -64,18 +69,21 @@ class ConnectionClosed(MoqtError):
 
 
 class NoStreamCredit(MoqtError):
-    """The peer does not allow one more stream of this kind right now; `Connection.open_when_possible` waits for it."""
+    """The peer does not allow one more stream of this kind right now; `Connection.open_when_possible` waits
+    for it.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuicOptions:
     """What an endpoint offers and how it behaves. Sizes are bytes, times are seconds.
 
-    `max_data` and `max_stream_data` are receive windows: how much the peer may send beyond what the application has read, over
-    all streams and for one stream. They bound the memory that a peer can take. `max_datagram_size` is the UDP payload; keep 1452
-    on an Ethernet, use up to 8900 with jumbo frames and 16000 on loopback. `keepalive` is the silence after which a PING is sent
-    (None: never); `idle_timeout` is the silence after which the connection is given up. `qlog_dir` makes each connection write a
-    qlog file there (slow, for debugging).
+    `max_data` and `max_stream_data` are receive windows: how much the peer may send beyond what the
+    application has read, over all streams and for one stream. They bound the memory that a peer can take.
+    `max_datagram_size` is the UDP payload; keep 1452 on an Ethernet, use up to 8900 with jumbo frames and
+    16000 on loopback. `keepalive` is the silence after which a PING is sent (None: never); `idle_timeout` is
+    the silence after which the connection is given up. `qlog_dir` makes each connection write a qlog file
+    there (slow, for debugging).
     """
 
     max_datagram_size: int = 1452
@@ -113,19 +121,23 @@ class Stream(ABC):
     bidirectional: bool
 
     stopped: int | None
-    """The code of a STOP_SENDING from the peer, once one came (our sending side is then already reset with that code)."""
+    """The code of a STOP_SENDING from the peer, once one came (our sending side is then already reset with
+    that code).
+    """
 
     on_stopped: Callable[[int], None] | None
     """Called once, synchronously, when STOP_SENDING arrives, with its code."""
 
     @abstractmethod
     async def read(self) -> bytes:
-        """All that has arrived in order since the last read, at least one byte; b"" once the peer's FIN is reached, and ever after.
+        """All that has arrived in order since the last read, at least one byte; b"" once the peer's FIN is
+        reached, and ever after.
 
         Reading gives flow-control credit back to the peer. One reader at a time.
 
-        Raises StreamReset as soon as the peer has reset the stream, even if earlier bytes were not read; ConnectionClosed when
-        the connection has ended before the FIN was read (a broken stream never looks like a finished one).
+        Raises StreamReset as soon as the peer has reset the stream, even if earlier bytes were not read;
+        ConnectionClosed when the connection has ended before the FIN was read (a broken stream never looks
+        like a finished one).
         """
 
     @property
@@ -138,27 +150,34 @@ class Stream(ABC):
 
     @abstractmethod
     def hand(self, data: Buffer, *, fin: bool = False) -> None:
-        """Hand bytes over to be sent; never blocks. For feeders, which look at `credit`, `Connection.credit` and `unsent` first.
+        """Hand bytes over to be sent; never blocks. For feeders, which look at `credit`, `Connection.credit`
+        and `unsent` first.
 
-        Bytes beyond the credit are kept and sent when credit comes, and count as `unsent` until then. The buffer is copied.
+        Bytes beyond the credit are kept and sent when credit comes, and count as `unsent` until then. The
+        buffer is copied.
 
-        Raises StreamStopped, ConnectionClosed when writing has been ended for us; UsageError after our own FIN or reset.
+        Raises StreamStopped, ConnectionClosed when writing has been ended for us; UsageError after our own
+        FIN or reset.
         """
 
     @abstractmethod
     async def write(self, data: Buffer, *, fin: bool = False) -> None:
-        """Hand bytes over in pieces as credit allows and while the connection has little unsent; for control and request streams.
+        """Hand bytes over in pieces as credit allows and while the connection has little unsent; for control
+        and request streams.
 
         Returns when all is handed over, which is not yet sent, nor acknowledged. Raises as `hand` does.
         """
 
     @abstractmethod
     def reset(self, code: int) -> None:
-        """Abort our sending side with RESET_STREAM; bytes not yet sent are dropped. No effect when it has finished or was reset."""
+        """Abort our sending side with RESET_STREAM; bytes not yet sent are dropped. No effect when it has
+        finished or was reset.
+        """
 
     @abstractmethod
     def stop(self, code: int) -> None:
-        """Ask the peer with STOP_SENDING to abort its sending side; unread and later bytes are dropped and their credit returned.
+        """Ask the peer with STOP_SENDING to abort its sending side; unread and later bytes are dropped and
+        their credit returned.
 
         No effect when the peer has finished or reset the stream. A later `read` raises UsageError.
         """
@@ -176,8 +195,10 @@ class Connection(ABC):
     """A short name of this connection, for logs."""
 
     feeder: Callable[[], None] | None
-    """Called synchronously, before packets are built, whenever there may be room: after `kick`, after datagrams were processed
-    (acknowledgements, credit), and on timers. What it hands over leaves in the same pass. It must not raise."""
+    """Called synchronously, before packets are built, whenever there may be room: after `kick`, after
+    datagrams were processed (acknowledgements, credit), and on timers. What it hands over leaves in the same
+    pass. It must not raise.
+    """
 
     on_datagram: Callable[[bytes], None] | None
     """Called with each DATAGRAM that arrives; without one they are dropped."""
@@ -193,7 +214,9 @@ class Connection(ABC):
     @property
     @abstractmethod
     def credit(self) -> int:
-        """Bytes that may still be handed over under the connection's flow control, beyond all handed over so far."""
+        """Bytes that may still be handed over under the connection's flow control, beyond all handed over so
+        far.
+        """
 
     @abstractmethod
     def stream_credit(self, *, bidirectional: bool) -> int:
@@ -212,16 +235,21 @@ class Connection(ABC):
 
     @abstractmethod
     async def accept(self) -> Stream:
-        """The next stream that the peer opened. Raises ConnectionClosed, once the streams that came before it are taken."""
+        """The next stream that the peer opened. Raises ConnectionClosed, once the streams that came before it
+        are taken.
+        """
 
     @abstractmethod
     def kick(self) -> None:
-        """Call the feeder and transmit soon (one pass for any number of calls in this turn of the event loop)."""
+        """Call the feeder and transmit soon (one pass for any number of calls in this turn of the event
+        loop).
+        """
 
     @abstractmethod
     def send_datagram(self, data: Buffer) -> None:
-        """Send an unreliable DATAGRAM. Raises UsageError when it does not fit into a packet or the peer takes none,
-        ConnectionClosed. When many wait already, it is dropped, as the network might have done."""
+        """Send an unreliable DATAGRAM. Raises UsageError when it does not fit into a packet or the peer takes
+        none, ConnectionClosed. When many wait already, it is dropped, as the network might have done.
+        """
 
     @abstractmethod
     async def ping(self) -> None:
@@ -231,10 +259,13 @@ class Connection(ABC):
     def close(self, code: int = 0, reason: str = "") -> None:
         """Close with an application code and a reason (UTF-8, cut to 900 bytes). Idempotent.
 
-        Immediate, as QUIC has it: streams are not flushed. What must arrive has to be known to have arrived (a reply, `ping`)
-        before. `closed` is set at once; `wait_closed` tells when the peer must have heard of it.
+        Immediate, as QUIC has it: streams are not flushed. What must arrive has to be known to have arrived
+        (a reply, `ping`) before. `closed` is set at once; `wait_closed` tells when the peer must have heard
+        of it.
         """
 
     @abstractmethod
     async def wait_closed(self) -> ConnectionClosed:
-        """Wait until the connection is fully over: the close was sent, nothing of it is left in the event loop."""
+        """Wait until the connection is fully over: the close was sent, nothing of it is left in the event
+        loop.
+        """
