@@ -1,0 +1,1 @@
+"""MOQT draft-22 between bytes and values: no asyncio, no clock, no I/O."""
