@@ -1,0 +1,43 @@
+"""How much one session may use. Each bound names the section of spec/moqt.md that asks for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Limits"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bounds of one session. Sizes are bytes, times are seconds."""
+
+    setup_deadline: float = 5.0
+    """For the peer's SETUP (moqt 21: CONTROL_MESSAGE_TIMEOUT)."""
+    reply_deadline: float = 10.0
+    """For the reply to a request (moqt 21)."""
+    max_object_size: int = 64 * 1024 * 1024
+    """A larger Object is refused by STOP_SENDING before any of it is buffered (moqt 18)."""
+    receive_buffer: int = 8 * 1024 * 1024
+    """Objects received and not yet taken by the application, for each subscription and fetch; beyond it, reading stops."""
+    max_known_objects: int = 1 << 20
+    """Locations remembered for each subscription, to find duplicates and contradictions (moqt 20.1)."""
+    parked_streams: int = 64
+    """Data streams that may wait for the SUBSCRIBE_OK that names their Track Alias (moqt 9)."""
+    parked_deadline: float = 5.0
+    """How long such a stream waits."""
+    done_deadline: float = 5.0
+    """How long to wait for streams that PUBLISH_DONE counts and that never came (moqt 4.2)."""
+    max_filter_ranges: int = 32
+    """Advertised MAX_FILTER_RANGES (moqt 8)."""
+    max_request_updates: int = 16
+    """Advertised MAX_REQUEST_UPDATES (moqt 3.2)."""
+    max_auth_token_cache_size: int = 4096
+    """Advertised MAX_AUTH_TOKEN_CACHE_SIZE (moqt 2.7)."""
+    max_requests: int = 512
+    """Requests of the peer that may be open at once; more are answered EXCESSIVE_LOAD (moqt 21)."""
+    max_fetches: int = 32
+    """Fetches of the peer that may run at once (kvcs 10, R10e); more are answered EXCESSIVE_LOAD."""
+    max_fills: int = 8
+    """Fills of one subscription that may run at once; an update that asks for one more fails."""
+    retry_after: float = 1.0
+    """What EXCESSIVE_LOAD tells the peer to wait."""

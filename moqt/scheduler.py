@@ -1,0 +1,195 @@
+"""Which bytes of a session go next: the most urgent data stream first, handed to QUIC by watermark.
+
+Bytes that were handed to the QUIC library can't be reordered, so no more than `WATERMARK` of them may wait there. Streams are
+opened when their first bytes go, so that few are in flight at a time (spec/quic.md, recommendation 1).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from moqt.errors import MoqtError
+from moqt.quic.api import WATERMARK, Buffer, Connection, Stream
+
+__all__ = ["Outgoing", "Scheduler", "Urgency"]
+
+Urgency = tuple[int, int, int, int]
+"""Subscriber Priority, Publisher Priority, rank of the Group, rank of the delivery: lower goes first (moqt 14)."""
+
+_SLICE = 64 * 1024
+"""Bytes handed over before urgency is looked at again; most Objects fit in."""
+
+
+class Outgoing:
+    """One data stream to be sent: bytes that wait, and how urgent they are.
+
+    With a `source`, the bytes are pulled from it when none wait: an iterator of (urgency or None for unchanged, pieces); its end
+    is the end of the stream. Without one they are pushed. `on_end(code)` is called once, when FIN was handed over (None) or the
+    stream was reset by us or stopped by the peer (the code); `opened` tells whether the peer can see the stream.
+    """
+
+    __slots__ = ("_parts", "_source", "ended", "ending", "on_end", "opened", "pending", "queued", "stream", "urgency")
+
+    def __init__(
+        self,
+        urgency: Urgency,
+        *,
+        source: Iterator[tuple[Urgency | None, tuple[Buffer, ...]]] | None = None,
+        on_end: Callable[[int | None], None],
+    ) -> None:
+        self.urgency = urgency
+        self.on_end = on_end
+        self.stream: Stream | None = None
+        self.opened = False
+        self.ending = False
+        self.ended = False
+        self.queued = False
+        self.pending = 0
+        self._parts: deque[memoryview] = deque()
+        self._source = source
+
+    def _refill(self) -> None:
+        while self._source is not None and not self._parts:
+            try:
+                urgency, pieces = next(self._source)
+            except StopIteration:
+                self._source = None
+                self.ending = True
+                return
+            if urgency is not None:
+                self.urgency = urgency
+            self._add(pieces)
+
+    def _add(self, pieces: tuple[Buffer, ...]) -> None:
+        for piece in pieces:
+            if len(piece):
+                self._parts.append(memoryview(piece))
+                self.pending += len(piece)
+
+    def _take(self, room: int) -> list[memoryview]:
+        """Up to `room` bytes, in pieces."""
+        taken = []
+        while room > 0 and self._parts:
+            part = self._parts[0]
+            if len(part) > room:
+                taken.append(part[:room])
+                self._parts[0] = part[room:]
+                self.pending -= room
+                break
+            taken.append(self._parts.popleft())
+            room -= len(part)
+            self.pending -= len(part)
+        return taken
+
+
+class Scheduler:
+    """Feeds one connection. It is the connection's `feeder`."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._turn = itertools.count()
+        # Streams that the peer can see go on without stream credit; those not opened yet need one each.
+        self._open: list[tuple[Urgency, int, Outgoing]] = []
+        self._unopened: list[tuple[Urgency, int, Outgoing]] = []
+        connection.feeder = self._feed
+
+    def start(self, outgoing: Outgoing) -> None:
+        """Send what `outgoing` has; streams with a source need this once."""
+        self._queue(outgoing)
+        self._connection.kick()
+
+    def push(self, outgoing: Outgoing, *pieces: Buffer, fin: bool = False) -> None:
+        """Add bytes, and with `fin` the end of the stream. No effect on a stream that has ended."""
+        if outgoing.ended or outgoing.ending:
+            return
+        outgoing._add(pieces)
+        outgoing.ending = fin
+        self.start(outgoing)
+
+    def reprioritise(self, outgoing: Outgoing, urgency: Urgency) -> None:
+        """Change how urgent a stream is (REQUEST_UPDATE)."""
+        outgoing.urgency = urgency
+        if outgoing.queued:
+            for heap in (self._open, self._unopened):
+                heap[:] = [(o.urgency, turn, o) for _, turn, o in heap]
+                heapq.heapify(heap)
+
+    def reset(self, outgoing: Outgoing, code: int) -> None:
+        """End the stream with RESET_STREAM; one that the peer doesn't know yet is never opened. No effect after its end."""
+        if not outgoing.ended:
+            if outgoing.stream is not None:
+                outgoing.stream.reset(code)
+            self._end(outgoing, code)
+            self._connection.kick()
+
+    def _open_stream(self, outgoing: Outgoing) -> Stream:
+        stream = self._connection.open(bidirectional=False)
+        stream.on_stopped = lambda code: self._end(outgoing, code)
+        outgoing.stream = stream
+        outgoing.opened = True
+        return stream
+
+    def _end(self, outgoing: Outgoing, code: int | None) -> None:
+        if not outgoing.ended:
+            outgoing.ended = True
+            outgoing._parts.clear()
+            outgoing.pending = 0
+            outgoing._source = None
+            outgoing.on_end(code)
+
+    def _queue(self, outgoing: Outgoing) -> None:
+        if not outgoing.queued and not outgoing.ended:
+            outgoing.queued = True
+            heap = self._open if outgoing.opened else self._unopened
+            heapq.heappush(heap, (outgoing.urgency, next(self._turn), outgoing))
+
+    def _next(self, can_open: bool) -> Outgoing | None:
+        while True:
+            heaps = [heap for heap in ((self._open, self._unopened) if can_open else (self._open,)) if heap]
+            if not heaps:
+                return None
+            outgoing = heapq.heappop(min(heaps, key=lambda heap: heap[0][:2]))[2]
+            outgoing.queued = False
+            if not outgoing.ended:
+                return outgoing
+
+    def _feed(self) -> None:
+        connection = self._connection
+        waiting: list[Outgoing] = []
+        try:
+            while (room := min(WATERMARK - connection.unsent, connection.credit)) > 0:
+                outgoing = self._next(connection.stream_credit(bidirectional=False) > 0)
+                if outgoing is None:
+                    break
+                if not self._send(outgoing, min(room, _SLICE)):
+                    waiting.append(outgoing)
+        except MoqtError:
+            return  # The connection has ended; the session tells everyone.
+        for outgoing in waiting:
+            self._queue(outgoing)
+
+    def _send(self, outgoing: Outgoing, room: int) -> bool:
+        """Hand over one slice; False when the stream's own window is full."""
+        if not outgoing._parts:
+            outgoing._refill()
+        if not outgoing._parts and not outgoing.ending:
+            return True
+        stream = outgoing.stream or self._open_stream(outgoing)
+        taken = outgoing._take(min(room, stream.credit))
+        if not taken and outgoing._parts:
+            return False
+        if not outgoing._parts:
+            outgoing._refill()
+        fin = outgoing.ending and not outgoing._parts
+        for index, part in enumerate(taken):
+            stream.hand(part, fin=fin and index == len(taken) - 1)
+        if fin:
+            if not taken:
+                stream.hand(b"", fin=True)
+            self._end(outgoing, None)
+        elif outgoing._parts:
+            self._queue(outgoing)
+        return True

@@ -1,0 +1,277 @@
+"""The Objects of one Track, and the set of Tracks that an endpoint offers.
+
+The Track is the only store: the publisher appends to it and every session's publishing reads from it. Payloads are kept as the
+views that were given, without a copy, so their bytes must not change afterwards (kvcs 3.4: Objects are never modified).
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from moqt.errors import DoneCode, LocationTaken, UsageError
+from moqt.filters import GroupOrder, Location
+from moqt.names import FullTrackName, TrackNamespace, check_namespace
+from moqt.quic.api import Buffer
+from moqt.wire import ObjectStatus, Properties
+
+__all__ = ["StoredObject", "Track", "TrackWatcher", "Tracks"]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """One Object of a Track. `payload` is its bytes in pieces, `size` their sum; a status Object has no payload."""
+
+    location: Location
+    payload: tuple[memoryview, ...]
+    size: int
+    subgroup: int
+    priority: int
+    properties: bytes
+    status: ObjectStatus = ObjectStatus.NORMAL
+
+
+@dataclass(slots=True)
+class _Group:
+    objects: dict[int, StoredObject] = field(default_factory=dict)
+    ids: list[int] = field(default_factory=list)
+    end: int | None = None
+    """No Object with this ID or a larger one exists."""
+
+
+class TrackWatcher:
+    """What a Track tells those who follow it. Methods are called synchronously and must not raise."""
+
+    def on_object(self, item: StoredObject) -> None:
+        """An Object, or a status Object (End of Group, End of Track), was published."""
+        raise NotImplementedError
+
+    def on_removed(self, code: DoneCode) -> None:
+        """The Track was withdrawn; `code` is what PUBLISH_DONE shall say."""
+        raise NotImplementedError
+
+
+class Track:
+    """The Objects of one Track as their publisher knows them: what is not here and not after `largest` does not exist.
+
+    `properties` are the Track Properties; `priority` is the Publisher Priority of Objects that name none. With
+    `one_subgroup`, all Objects of a Group must share one Subgroup, and the end of that Subgroup's stream then tells the end of
+    the Group (moqt 12.2, END_OF_GROUP).
+    """
+
+    def __init__(
+        self,
+        name: FullTrackName,
+        *,
+        properties: Properties = (),
+        priority: int = 128,
+        order: GroupOrder = GroupOrder.ASCENDING,
+        one_subgroup: bool = False,
+    ) -> None:
+        check_namespace(name.namespace, name.name)
+        if not 0 <= priority <= 255:
+            raise UsageError(f"a Publisher Priority is 0 to 255, not {priority}")
+        self.name = name
+        self.properties = properties
+        self.priority = priority
+        self.order = order
+        self.one_subgroup = one_subgroup
+        self.largest: Location | None = None
+        self.ended: Location | None = None
+        self._groups: dict[int, _Group] = {}
+        self._group_ids: list[int] = []
+        self._watchers: list[TrackWatcher] = []
+
+    def append(
+        self,
+        group: int,
+        object_id: int,
+        payload: Buffer | Sequence[Buffer],
+        *,
+        subgroup: int = 0,
+        priority: int | None = None,
+        properties: bytes = b"",
+    ) -> bool:
+        """Publish an Object. `payload` is its bytes, in one or several pieces, which are not copied.
+
+        Returns False when the same Object, byte for byte, is there already. Raises LocationTaken when another payload stands at
+        this Location (kvcs 6, moqt 15 #3), UsageError when the Group or the Track has ended before it.
+        """
+        location = Location(group, object_id)
+        pieces = (payload,) if isinstance(payload, (bytes, bytearray, memoryview)) else payload
+        views = tuple(memoryview(piece).cast("B") for piece in pieces)
+        item = StoredObject(
+            location,
+            views,
+            sum(map(len, views)),
+            subgroup,
+            self.priority if priority is None else priority,
+            properties,
+        )
+        known = self.get(location)
+        if known is not None:
+            if known.size == item.size and _content(known) == _content(item):
+                return False
+            raise LocationTaken(
+                f"{self.name}: another Object stands at group {group}, object {object_id}; an Object is never changed, "
+                "publish anew under a new Publication ID"
+            )
+        if self.ended is not None and location >= self.ended:
+            raise UsageError(f"{self.name}: the Track ended at {self.ended}, so nothing can be published at {location}")
+        entry = self._group(group)
+        if entry.end is not None and object_id >= entry.end:
+            raise UsageError(f"{self.name}: group {group} ended before object {entry.end}, so {location} can't be published")
+        if self.one_subgroup and entry.ids and entry.objects[entry.ids[-1]].subgroup != subgroup:
+            raise UsageError(f"{self.name}: all Objects of group {group} must be in one Subgroup")
+        entry.objects[object_id] = item
+        insort(entry.ids, object_id)
+        if self.largest is None or location > self.largest:
+            self.largest = location
+        self._tell(item)
+        return True
+
+    def end_group(self, group: int, object_id: int) -> None:
+        """Publish End of Group at `object_id`: no Object with this ID or a larger one exists. Raises UsageError on contradiction."""
+        entry = self._group(group)
+        if entry.end is not None:
+            raise UsageError(f"{self.name}: group {group} has ended already, before object {entry.end}")
+        if entry.ids and entry.ids[-1] >= object_id:
+            raise UsageError(f"{self.name}: group {group} can't end before object {object_id}: object {entry.ids[-1]} exists")
+        entry.end = object_id
+        subgroup = entry.objects[entry.ids[-1]].subgroup if entry.ids else 0
+        priority = entry.objects[entry.ids[-1]].priority if entry.ids else self.priority
+        self._tell(self._status(Location(group, object_id), subgroup, priority, ObjectStatus.END_OF_GROUP))
+
+    def end(self, location: Location) -> None:
+        """Publish End of Track at `location`: no Object at it or after it exists. Raises UsageError on contradiction."""
+        if self.ended is not None:
+            raise UsageError(f"{self.name}: the Track has ended already, at {self.ended}")
+        if self.largest is not None and self.largest >= location:
+            raise UsageError(f"{self.name}: the Track can't end at {location}: {self.largest} exists")
+        self.ended = location
+        self._tell(self._status(location, 0, self.priority, ObjectStatus.END_OF_TRACK))
+
+    def get(self, location: Location) -> StoredObject | None:
+        """The Object at `location`, if it exists."""
+        entry = self._groups.get(location.group)
+        return entry.objects.get(location.object) if entry else None
+
+    def group_end(self, group: int) -> int | None:
+        """The Object ID before which the Group has ended, or None while it may grow."""
+        entry = self._groups.get(group)
+        return entry.end if entry else None
+
+    def objects(self, start: Location, end: Location, order: GroupOrder = GroupOrder.ASCENDING) -> Iterator[StoredObject]:
+        """The Objects from `start` to `end`, both inclusive, Groups in `order`, inside a Group by Object ID (moqt 10).
+
+        Objects that are published while the iteration runs may or may not come; take `end` no larger than `largest` to have a
+        range that no longer changes.
+        """
+        groups = [g for g in self._group_ids if start.group <= g <= end.group]
+        for group in groups if order is GroupOrder.ASCENDING else reversed(groups):
+            entry = self._groups[group]
+            for object_id in list(entry.ids):
+                if start <= Location(group, object_id) <= end:
+                    yield entry.objects[object_id]
+
+    def last_in(self, start: Location, end: Location) -> Location | None:
+        """The Location of the last Object from `start` to `end`, both inclusive; None if there is none."""
+        for group in reversed(self._group_ids):
+            if start.group <= group <= end.group:
+                for object_id in reversed(self._groups[group].ids):
+                    if start <= (location := Location(group, object_id)) <= end:
+                        return location
+        return None
+
+    def watch(self, watcher: TrackWatcher) -> None:
+        """Tell `watcher` of all that is published from now on."""
+        self._watchers.append(watcher)
+
+    def unwatch(self, watcher: TrackWatcher) -> None:
+        """Stop telling `watcher`; no effect if it doesn't watch."""
+        if watcher in self._watchers:
+            self._watchers.remove(watcher)
+
+    def close(self, code: DoneCode) -> None:
+        """Let every subscription end with PUBLISH_DONE `code`. The Objects stay."""
+        for watcher in list(self._watchers):
+            watcher.on_removed(code)
+        self._watchers.clear()
+
+    def _group(self, group: int) -> _Group:
+        entry = self._groups.get(group)
+        if entry is None:
+            entry = self._groups[group] = _Group()
+            insort(self._group_ids, group)
+        return entry
+
+    def _status(self, location: Location, subgroup: int, priority: int, status: ObjectStatus) -> StoredObject:
+        return StoredObject(location, (), 0, subgroup, priority, b"", status)
+
+    def _tell(self, item: StoredObject) -> None:
+        for watcher in list(self._watchers):
+            watcher.on_object(item)
+
+
+def _content(item: StoredObject) -> tuple[bytes, int, int, bytes]:
+    return b"".join(item.payload), item.subgroup, item.priority, item.properties
+
+
+class Tracks:
+    """The Tracks and namespaces that an endpoint offers, shared by all its sessions."""
+
+    def __init__(self) -> None:
+        self._tracks: dict[FullTrackName, Track] = {}
+        self._namespaces: dict[TrackNamespace, None] = {}
+        self._watchers: list[Callable[[TrackNamespace, bool], None]] = []
+
+    def add(self, track: Track) -> None:
+        """Offer `track`. Raises UsageError when one of this name is offered already."""
+        if track.name in self._tracks:
+            raise UsageError(f"a Track of the name {track.name} is offered already")
+        self._tracks[track.name] = track
+
+    def remove(self, name: FullTrackName, code: DoneCode) -> None:
+        """Offer the Track no longer and end its subscriptions with PUBLISH_DONE `code`; no effect if there is none."""
+        track = self._tracks.pop(name, None)
+        if track is not None:
+            track.close(code)
+
+    def get(self, name: FullTrackName) -> Track | None:
+        """The Track of this name, if it is offered."""
+        return self._tracks.get(name)
+
+    def __iter__(self) -> Iterator[Track]:
+        return iter(list(self._tracks.values()))
+
+    @property
+    def namespaces(self) -> tuple[TrackNamespace, ...]:
+        """The announced namespaces, first announced first."""
+        return tuple(self._namespaces)
+
+    def announce(self, namespace: TrackNamespace) -> None:
+        """Tell every session that Tracks under `namespace` are here."""
+        check_namespace(namespace)
+        if namespace not in self._namespaces:
+            self._namespaces[namespace] = None
+            self._tell(namespace, True)
+
+    def withdraw(self, namespace: TrackNamespace) -> None:
+        """Undo `announce`; no effect if it was not announced."""
+        if namespace in self._namespaces:
+            del self._namespaces[namespace]
+            self._tell(namespace, False)
+
+    def watch(self, callback: Callable[[TrackNamespace, bool], None]) -> None:
+        """Call `callback(namespace, present)` on every change from now on."""
+        self._watchers.append(callback)
+
+    def unwatch(self, callback: Callable[[TrackNamespace, bool], None]) -> None:
+        """Undo `watch`; no effect if it doesn't watch."""
+        if callback in self._watchers:
+            self._watchers.remove(callback)
+
+    def _tell(self, namespace: TrackNamespace, present: bool) -> None:
+        for callback in list(self._watchers):
+            callback(namespace, present)
