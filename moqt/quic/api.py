@@ -113,7 +113,7 @@ class QuicOptions:
 
 
 class Stream(ABC):
-    """One QUIC stream. A unidirectional stream is written by the side that opened it and read by the other."""
+    """One QUIC stream. A unidirectional one is written by the side that opened it and read by the other."""
 
     id: int
     """QUIC stream ID."""
