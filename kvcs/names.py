@@ -124,8 +124,8 @@ def _match(name: bytes) -> re.Match[bytes]:
         if name in (MANIFEST, MANIFEST_COSE):
             raise InvalidName(f"{name.decode()} is a manifest track, not a data track")
         raise InvalidName(
-            'expected a track name such as "k.raw.s0" (component k, v or kv; codec of 1 to 32 a-z, 0-9 or "-"; a '
-            f'segment number without leading zeros, at most {MAX_SEGMENT}), got "{printable(name, 80)}"'
+            'expected a track name such as "k.raw.s0" (component k, v or kv; codec of 1 to 32 a-z, 0-9, "-"; '
+            f'a segment number without leading zeros, at most {MAX_SEGMENT}), got "{printable(name, 80)}"'
         )
     return match
 
