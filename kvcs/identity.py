@@ -88,11 +88,13 @@ class Descriptor:
     def parse(cls, source: str | bytes | Mapping[str, Json]) -> Descriptor:
         """Read a descriptor from JSON text or from an object. Raises InvalidDescriptor with a sentence."""
         try:
-            if not isinstance(source, Mapping):
+            if isinstance(source, Mapping):
+                source = dict(source)
+            else:
                 source = strict_json.loads(source, max_size=MAX_DESCRIPTOR_SIZE, max_values=_MAX_VALUES)
                 if not isinstance(source, dict):
                     raise ValueError(f"expected a JSON object, got {type(source).__name__}")
-            strict_json.check_plain(source, max_depth=MAX_DESCRIPTOR_DEPTH, ascii_names=True)
+            strict_json.check_plain(source, max_depth=MAX_DESCRIPTOR_DEPTH, narrow=True)
             _check_members(source)
             text = strict_json.canonical(source)
             if len(text.encode()) > MAX_DESCRIPTOR_SIZE:
@@ -350,11 +352,11 @@ def _check_members(members: Mapping[str, Json]) -> None:
     if "blind" in members:
         require("blind", is_hex64(members["blind"]), _HEX64)
     if "ext" in members:
-        require("ext", isinstance(members["ext"], Mapping), "an object")
+        require("ext", isinstance(members["ext"], dict), "an object")
 
 
 def _is_position(value: Json) -> bool:
-    if not isinstance(value, Mapping):
+    if not isinstance(value, dict):
         return False
     if value.get("kind") == "rope":
         return isinstance(value.get("applied"), bool) and is_hex64(value.get("config_sha256"))
@@ -363,7 +365,7 @@ def _is_position(value: Json) -> bool:
 
 def _is_shard(value: Json) -> bool:
     return (
-        isinstance(value, Mapping)
+        isinstance(value, dict)
         and is_integer(value.get("count"), 1, 65535)
         and is_integer(value.get("index"), 0, value["count"] - 1)
     )

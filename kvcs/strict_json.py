@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from typing import Any, Final, NoReturn, TypeAlias
 
 Json: TypeAlias = Any  # None, bool, int, str, list[Json], dict[str, Json]
@@ -35,41 +34,39 @@ def loads(data: bytes | bytearray | memoryview | str, *, max_size: int, max_valu
 
 
 def canonical(value: Json) -> str:
-    """The JSON Canonicalization Scheme (RFC 8785) of a value that `check_plain` takes with ASCII names."""
+    """The JSON Canonicalization Scheme (RFC 8785) of a value that `check_plain` takes as narrow."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
-def check_plain(value: Json, *, max_depth: int, ascii_names: bool, where: str = "") -> None:
-    """Raise ValueError unless `value` consists of what every JSON implementation writes and reads alike.
+def check_plain(value: Json, *, max_depth: int, narrow: bool, where: str = "") -> None:
+    """Raise ValueError unless `value` can be written as JSON again and reads the same everywhere.
 
-    That is: objects, arrays, strings without lone surrogates, integers up to 2^53-1 in magnitude, true, false
-    and null, at most `max_depth` containers deep; `ascii_names` refuses member names outside ASCII.
+    That is: objects, arrays, strings without lone surrogates, integers, true, false and null, at most
+    `max_depth` containers deep; `narrow` (kvsp 2.1) refuses member names outside ASCII and integers above
+    2^53-1 in magnitude, too.
     """
     if value is None or isinstance(value, bool):
         return
     if isinstance(value, int):
-        if abs(value) > MAX_INTEGER:
+        if narrow and abs(value) > MAX_INTEGER:
             raise ValueError(f"{_at(where)}an integer above 2^53-1 in magnitude")
     elif isinstance(value, str):
         _check_text(value, where)
-    elif isinstance(value, list | tuple | Mapping):
+    elif isinstance(value, list | tuple | dict):
         if max_depth == 0:
             raise ValueError(f"{_at(where)}nested too deeply")
-        if isinstance(value, Mapping):
-            for name, member in value.items():
+        if not isinstance(value, dict):
+            members = [(f"{where}[{index}]", element) for index, element in enumerate(value)]
+        else:
+            for name in value:
                 if not isinstance(name, str):
-                    raise ValueError(
-                        f"{_at(where)}a member name that is not a string but {type(name).__name__}"
-                    )
-                if ascii_names and not name.isascii():
+                    raise ValueError(f"{_at(where)}a member name of type {type(name).__name__}")
+                if narrow and not name.isascii():
                     raise ValueError(f"{_at(where)}the member name {name!a} is not ASCII")
                 _check_text(name, where)
-                inner = f"{where}.{name}" if where else name
-                check_plain(member, max_depth=max_depth - 1, ascii_names=ascii_names, where=inner)
-        else:
-            for index, element in enumerate(value):
-                inner = f"{where}[{index}]"
-                check_plain(element, max_depth=max_depth - 1, ascii_names=ascii_names, where=inner)
+            members = [(f"{where}.{name}" if where else name, member) for name, member in value.items()]
+        for inner, member in members:
+            check_plain(member, max_depth=max_depth - 1, narrow=narrow, where=inner)
     else:
         raise ValueError(f"{_at(where)}{type(value).__name__} is no JSON type that is allowed here")
 
