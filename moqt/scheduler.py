@@ -6,6 +6,7 @@ opened when their first bytes go, so that few are in flight at a time (spec/quic
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import itertools
 from collections import deque
@@ -94,6 +95,7 @@ class Scheduler:
         # Streams that the peer can see go on without stream credit; those not opened yet need one each.
         self._open: list[tuple[Urgency, int, Outgoing]] = []
         self._unopened: list[tuple[Urgency, int, Outgoing]] = []
+        self._idle: list[asyncio.Future[None]] = []
         connection.feeder = self._feed
 
     def start(self, outgoing: Outgoing) -> None:
@@ -124,6 +126,13 @@ class Scheduler:
                 outgoing.stream.reset(code)
             self._end(outgoing, code)
             self._connection.kick()
+
+    async def flush(self) -> None:
+        """Wait until all that was given is put into packets. Never, if the peer gives no credit: bound it."""
+        future = asyncio.get_running_loop().create_future()
+        self._idle.append(future)
+        self._connection.kick()
+        await future
 
     def _open_stream(self, outgoing: Outgoing) -> Stream:
         stream = self._connection.open(bidirectional=False)
@@ -170,6 +179,11 @@ class Scheduler:
             return  # The connection has ended; the session tells everyone.
         for outgoing in waiting:
             self._queue(outgoing)
+        if self._idle and not (self._open or self._unopened or connection.unsent):
+            for future in self._idle:
+                if not future.done():
+                    future.set_result(None)
+            self._idle.clear()
 
     def _send(self, outgoing: Outgoing, room: int) -> bool:
         """Hand over one slice; False when the stream's own window is full."""

@@ -162,6 +162,11 @@ class Track:
         entry = self._groups.get(group)
         return entry.end if entry else None
 
+    def starts_subgroup(self, item: StoredObject) -> bool:
+        """Whether `item` is the first Object of its Subgroup (moqt 12.2, FIRST_OBJECT)."""
+        entry = self._groups[item.location.group]
+        return next((i for i in entry.ids if entry.objects[i].subgroup == item.subgroup), None) in (None, item.location.object)
+
     def objects(self, start: Location, end: Location, order: GroupOrder = GroupOrder.ASCENDING) -> Iterator[StoredObject]:
         """The Objects from `start` to `end`, both inclusive, Groups in `order`, inside a Group by Object ID (moqt 10).
 

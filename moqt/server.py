@@ -1,0 +1,120 @@
+"""Serve MOQT sessions: `async with moqt.serve("::", 4433, certificate=..., key=..., tracks=...) as server`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from moqt.errors import DoneCode, MoqtError
+from moqt.limits import Limits
+from moqt.quic.api import Connection, QuicOptions
+from moqt.quic.udp import Listener, listen
+from moqt.session import Session
+from moqt.track import Tracks
+from moqt.wire import DRAFT_22
+
+__all__ = ["Server", "serve"]
+
+logger = logging.getLogger(__name__)
+
+SessionHandler = Callable[[Session], Awaitable[None]]
+
+
+class Server:
+    """The sessions of a listening endpoint."""
+
+    def __init__(self, tracks: Tracks | None, handler: SessionHandler | None, limits: Limits | None, announce: bool) -> None:
+        self.sessions: set[Session] = set()
+        self._tracks = tracks
+        self._handler = handler
+        self._limits = limits
+        self._announce = announce
+        self._listener: Listener | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def port(self) -> int:
+        """The UDP port."""
+        assert self._listener is not None
+        return self._listener.port
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where it listens, as text."""
+        assert self._listener is not None
+        return list(self._listener.addresses)
+
+    async def finish(self, code: DoneCode, *, deadline: float) -> None:
+        """End all subscriptions of all sessions with PUBLISH_DONE `code`; `deadline` seconds at most."""
+        await asyncio.gather(*(session.finish(code, deadline=deadline) for session in list(self.sessions)))
+
+    def accept(self, connection: Connection) -> None:
+        """Take over a new connection."""
+        task = asyncio.create_task(self._run(connection), name=f"{connection.id} session")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, connection: Connection) -> None:
+        session = Session(connection, tracks=self._tracks, announce=self._announce, limits=self._limits)
+        try:
+            async with session:
+                self.sessions.add(session)
+                logger.info("%s: session with %s", connection.id, connection.peer)
+                if self._handler is not None:
+                    await self._handler(session)
+                error = await session.wait_closed()
+                logger.info("%s: the session with %s is over: %s", connection.id, connection.peer, error)
+        except MoqtError as error:
+            logger.info("%s: the session with %s failed: %s", connection.id, connection.peer, error)
+        except Exception:
+            logger.exception("%s: the handler of the session with %s failed", connection.id, connection.peer)
+        finally:
+            self.sessions.discard(session)
+
+    async def close(self) -> None:
+        """End all sessions and stop listening."""
+        for session in list(self.sessions):
+            await session.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._listener is not None:
+            self._listener.close()
+            await self._listener.wait_closed()
+
+
+@asynccontextmanager
+async def serve(
+    host: str,
+    port: int,
+    *,
+    certificate: Path,
+    key: Path,
+    tracks: Tracks | None = None,
+    on_session: SessionHandler | None = None,
+    announce: bool = False,
+    options: QuicOptions | None = None,
+    limits: Limits | None = None,
+) -> AsyncIterator[Server]:
+    """Listen on `host` ("::" takes IPv4 too) and `port` (0: any) until the end of the block; all sessions offer `tracks`.
+
+    `certificate` and `key` are PEM files. `on_session` runs for each session once SETUP is done; the session goes on after it
+    returns, until it is closed. Raises UsageError for files that can't be used, OSError for an address that can't be bound.
+    """
+    server = Server(tracks, on_session, limits, announce)
+    server._listener = await listen(
+        host,
+        port,
+        certificate=certificate,
+        key=key,
+        alpn=[DRAFT_22.alpn],
+        options=options or QuicOptions(),
+        on_connection=server.accept,
+    )
+    try:
+        yield server
+    finally:
+        await server.close()
