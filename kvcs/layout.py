@@ -35,8 +35,6 @@ NUMPY_DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
 SMALL_OBJECT: Final = 16 * 1024  # octets, kvcs 9
 LARGE_OBJECT: Final = 1024 * 1024
 
-_WIRE_BITS: Final[Mapping[int, np.dtype[Any]]] = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
-
 
 class Order(Enum):
     """The axes of an array, outermost first."""
@@ -89,10 +87,10 @@ class Geometry:
         """Octets of the raw Data of one Object."""
         return self.block_tokens * self.kv_heads * self.dim(component) * self.dtype.itemsize
 
-    @property
-    def wire_bits(self) -> np.dtype[Any]:
-        """The unsigned integers, little-endian, that carry the bits of one element."""
-        return _WIRE_BITS[self.dtype.itemsize]
+
+def wire_bits(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The unsigned integers, little-endian, that carry the bits of one element."""
+    return np.dtype(f"<u{dtype.itemsize}")
 
 
 def to_blocks(
@@ -106,13 +104,52 @@ def to_blocks(
     memory: it must not be written to as long as they are in use. Otherwise complete blocks are copied once.
     Raises InvalidTensor.
     """
-    by_token = _by_token(array, geometry, order, component)
+    check_tensor(array, geometry, order, component)
+    by_token = _by_token(array, order)
     blocks, tail = divmod(by_token.shape[0], geometry.block_tokens)
     # Same bits as unsigned integers: a change of byte order below is then no cast of what they mean.
-    bits = by_token.view(_native_bits(by_token.dtype))[: blocks * geometry.block_tokens]
-    octets = np.ascontiguousarray(bits, geometry.wire_bits).reshape(-1).view(np.uint8).data.toreadonly()
+    bits = by_token.view(_bits_of(by_token.dtype))[: blocks * geometry.block_tokens]
+    octets = (
+        np.ascontiguousarray(bits, wire_bits(geometry.dtype)).reshape(-1).view(np.uint8).data.toreadonly()
+    )
     size = geometry.section_size(component)
     return [octets[block * size : (block + 1) * size] for block in range(blocks)], tail
+
+
+def check_tensor(array: Tensor, geometry: Geometry, order: Order, component: Component) -> None:
+    """Raise InvalidTensor unless `array` is the K or V of a layer: its axes, and its dtype in any byte order."""
+    if component is Component.KV:
+        raise InvalidTensor("K and V are two arrays; a kv Object is a K section and a V section")
+    if not isinstance(array, np.ndarray):
+        raise InvalidTensor(f"expected a numpy array, got {type(array).__name__}")
+    heads, dim = geometry.kv_heads, geometry.dim(component)
+    match order:
+        case Order.TOKENS_HEADS_DIM:
+            fits = array.ndim == 3 and array.shape[1:] == (heads, dim)
+            expected = f"[tokens, {heads}, {dim}]"
+        case Order.HEADS_TOKENS_DIM:
+            fits = array.ndim == 3 and (array.shape[0], array.shape[2]) == (heads, dim)
+            expected = f"[{heads}, tokens, {dim}]"
+        case Order.HF:
+            fits = array.ndim == 4 and (*array.shape[:2], array.shape[3]) == (1, heads, dim)
+            expected = f"[1, {heads}, tokens, {dim}]"
+        case _:
+            assert_never(order)
+    dtype = geometry.dtype
+    if not fits or array.dtype.type is not dtype.type:
+        raise InvalidTensor(
+            f"{component.text} tensor in order {order.value}: expected {expected} of {dtype.name}, "
+            f"got {list(array.shape)} of {array.dtype.name}{_hint(array.dtype, dtype) if fits else ''}"
+        )
+
+
+def in_native_order(array: Tensor) -> Tensor:
+    """`array` itself, or a copy with the same elements in the byte order of this machine."""
+    if array.dtype.isnative:
+        return array
+    bits = _bits_of(array.dtype)
+    native: Tensor = array.view(bits).astype(bits.newbyteorder("="))  # integers: no element is interpreted
+    return native.view(np.dtype(array.dtype.type))
 
 
 def split_kv(data: Buffer, geometry: Geometry) -> tuple[memoryview, memoryview]:
@@ -156,8 +193,8 @@ class LayerBuffer:
         shape = (blocks, geometry.block_tokens, geometry.kv_heads, geometry.dim(component))
         self.blocks = blocks
         self.array: Tensor = np.empty((blocks * shape[1], *shape[2:]), geometry.dtype)
-        self._bits = self.array.view(_native_bits(geometry.dtype)).reshape(blocks, math.prod(shape[1:]))
-        self._wire_bits = geometry.wire_bits
+        self._bits = self.array.view(_bits_of(geometry.dtype)).reshape(blocks, math.prod(shape[1:]))
+        self._wire_bits = wire_bits(geometry.dtype)
         self._size = geometry.section_size(component)
 
     def place(self, block: int, data: Buffer) -> None:
@@ -189,33 +226,8 @@ def object_size_advice(geometry: Geometry) -> str | None:
     return "; ".join(advice) or None
 
 
-def _by_token(array: Tensor, geometry: Geometry, order: Order, component: Component) -> Tensor:
-    """`array` as a view with the axes of a section, once its shape and dtype have been checked."""
-    if component is Component.KV:
-        raise InvalidTensor(
-            "K and V are cut into blocks one by one; a kv Object is a K section and a V section"
-        )
-    if not isinstance(array, np.ndarray):
-        raise InvalidTensor(f"expected a numpy array, got {type(array).__name__}")
-    heads, dim = geometry.kv_heads, geometry.dim(component)
-    match order:
-        case Order.TOKENS_HEADS_DIM:
-            fits = array.ndim == 3 and array.shape[1:] == (heads, dim)
-            expected = f"[tokens, {heads}, {dim}]"
-        case Order.HEADS_TOKENS_DIM:
-            fits = array.ndim == 3 and (array.shape[0], array.shape[2]) == (heads, dim)
-            expected = f"[{heads}, tokens, {dim}]"
-        case Order.HF:
-            fits = array.ndim == 4 and (*array.shape[:2], array.shape[3]) == (1, heads, dim)
-            expected = f"[1, {heads}, tokens, {dim}]"
-        case _:
-            assert_never(order)
-    dtype = geometry.dtype
-    if not fits or array.dtype.type is not dtype.type:
-        raise InvalidTensor(
-            f"{component.text} tensor in order {order.value}: expected {expected} of {dtype.name}, "
-            f"got {list(array.shape)} of {array.dtype.name}{_hint(array.dtype, dtype) if fits else ''}"
-        )
+def _by_token(array: Tensor, order: Order) -> Tensor:
+    """`array`, which has the axes of `order`, with the axes of a section: a view."""
     match order:
         case Order.TOKENS_HEADS_DIM:
             return array
@@ -224,6 +236,8 @@ def _by_token(array: Tensor, geometry: Geometry, order: Order, component: Compon
         case Order.HF:
             one: Tensor = array[0]
             return one.transpose(1, 0, 2)
+        case _:
+            assert_never(order)
 
 
 def _hint(got: np.dtype[Any], expected: np.dtype[Any]) -> str:
@@ -232,6 +246,6 @@ def _hint(got: np.dtype[Any], expected: np.dtype[Any]) -> str:
     return " (no dtype is converted here, as that would change the cache)"
 
 
-def _native_bits(dtype: np.dtype[Any]) -> np.dtype[Any]:
+def _bits_of(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Unsigned integers of the width and byte order of `dtype`."""
     return np.dtype(f"u{dtype.itemsize}").newbyteorder(dtype.byteorder)
