@@ -10,6 +10,7 @@
     ├── StreamStopped                 the peer sent STOP_SENDING for the stream that we write
     ├── RequestRejected               the peer answered REQUEST_ERROR
     ├── RequestRefused                our own handler: answer REQUEST_ERROR
+    ├── MalformedTrack                the publisher: cancel the track, keep the session
     ├── DeadlineExceeded              a deadline (also a TimeoutError)
     └── UsageError                    the caller (also a ValueError)
         └── LocationTaken             a second payload at one Location
@@ -200,6 +201,10 @@ class RequestRefused(MoqtError):
         super().__init__(f"{code_text(RequestCode, code)}: {reason}")
         self.code = code
         self.reason = reason
+
+
+class MalformedTrack(MoqtError):
+    """A track breaks the rules of moqt 20.1: cancel it with MALFORMED_TRACK (0x12), keep the session."""
 
 
 class DeadlineExceeded(MoqtError, TimeoutError):
