@@ -5,6 +5,7 @@ decoders take bytes as they arrive and raise ProtocolError for what a peer must 
 """
 
 from moqt.filters import Properties
+from moqt.wire.datagrams import ObjectDatagram, PaddingDatagram, decode_datagram, encode_datagram
 from moqt.wire.decoder import MessageDecoder
 from moqt.wire.messages import (
     REQUESTS,
@@ -45,6 +46,22 @@ from moqt.wire.properties import (
     unknown_mandatory_properties,
 )
 from moqt.wire.setup import SetupOptions
+from moqt.wire.streams import (
+    DataStreamDecoder,
+    EndOfRange,
+    Event,
+    FetchEncoder,
+    FetchHeader,
+    ObjectHeader,
+    ObjectStatus,
+    PaddingHeader,
+    PayloadChunk,
+    RangeStatus,
+    StreamKind,
+    SubgroupEncoder,
+    SubgroupHeader,
+    stream_kind,
+)
 from moqt.wire.tokens import AliasType, Token
 from moqt.wire.vi64 import Reader, encode_vi64, read_vi64, size
 
@@ -53,7 +70,12 @@ __all__ = [
     "REQUESTS",
     "UNKNOWN_STREAM_COUNT",
     "AliasType",
+    "DataStreamDecoder",
+    "EndOfRange",
+    "Event",
     "Fetch",
+    "FetchEncoder",
+    "FetchHeader",
     "FetchOk",
     "FillForm",
     "Goaway",
@@ -61,8 +83,14 @@ __all__ = [
     "MessageDecoder",
     "Namespace",
     "NamespaceDone",
+    "ObjectDatagram",
+    "ObjectHeader",
+    "ObjectStatus",
+    "PaddingDatagram",
+    "PaddingHeader",
     "ParameterType",
     "Parameters",
+    "PayloadChunk",
     "Profile",
     "Properties",
     "PropertyType",
@@ -71,6 +99,7 @@ __all__ = [
     "PublishNamespace",
     "PublishSkipped",
     "PublishStateNotify",
+    "RangeStatus",
     "Reader",
     "Redirect",
     "Request",
@@ -80,6 +109,9 @@ __all__ = [
     "Scope",
     "Setup",
     "SetupOptions",
+    "StreamKind",
+    "SubgroupEncoder",
+    "SubgroupHeader",
     "Subscribe",
     "SubscribeNamespace",
     "SubscribeOk",
@@ -88,12 +120,15 @@ __all__ = [
     "TrackStatus",
     "check_object_properties",
     "check_track_properties",
+    "decode_datagram",
     "decode_properties",
     "encode",
+    "encode_datagram",
     "encode_properties",
     "encode_vi64",
     "get",
     "read_vi64",
     "size",
+    "stream_kind",
     "unknown_mandatory_properties",
 ]
