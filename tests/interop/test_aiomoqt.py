@@ -21,7 +21,7 @@ import pytest
 
 import moqt
 from certs.make import CertificateFiles, make
-from moqt.errors import DoneCode, RequestCode
+from moqt.errors import DoneCode, RequestCode, RequestRejected
 from moqt.filters import GroupOrder, Location, LocationFilter, RangeFilter, RangeKind
 from moqt.names import FullTrackName
 from moqt.track import Track, Tracks
@@ -364,6 +364,6 @@ async def test_we_discover_and_ask_about_a_track_of_aiomoqt(files: CertificateFi
         assert (event.namespace, event.present) == (NAMESPACE, True)
         status = await session.track_status(NAME)
         assert status.largest == Location(*LOCATIONS[-1])
-        with pytest.raises(moqt.RequestRejected) as rejection:
+        with pytest.raises(RequestRejected) as rejection:
             await session.subscribe(FullTrackName(NAMESPACE, b"nothing"))
         assert rejection.value.code == RequestCode.DOES_NOT_EXIST
