@@ -381,7 +381,7 @@ class DataStreamDecoder:
             raise _violation("the stream ended inside a header")
 
     def _parse(self, data: Octets, position: int) -> tuple[Event, int] | None:
-        """The header at `position` and the offset behind it; None: it is not complete, nothing has changed."""
+        """The header at `position` and the offset behind it; None: it is not complete, nothing changed."""
         cursor = _Cursor(data, position)
         try:
             if isinstance(self._stream, SubgroupHeader):
