@@ -167,7 +167,7 @@ class ScopeKey:
     def _derive(self, label: bytes, length: int) -> bytes:
         return HKDF(SHA256(), length, salt=_LABEL, info=_LABEL + label).derive(self._key)
 
-    def block_key_mac(self, data: bytes) -> bytes:
+    def mac(self, data: bytes) -> bytes:
         """HMAC-SHA-256 under the subkey for Block Keys (kvsp 2.3)."""
         return hmac.digest(self._block_key_subkey, data, "sha256")
 
@@ -206,7 +206,7 @@ def block_keys(
     extra_parts = _encode_extras(extras, len(ids), size)
     without_extras = struct.pack(">I", 0)
     length = struct.pack(">I", size)
-    mac = scope_key.block_key_mac
+    mac = scope_key.mac
     previous = mac(b"\x00" + descriptor.compat_id)
     keys = []
     for block in range(count):
@@ -230,7 +230,7 @@ def token_array(tokens: Tokens) -> NDArray[np.int64]:
     if array.size == 0:
         return np.zeros(0, np.int64)
     if array.dtype.kind not in "iu":
-        raise InvalidTokens(f"{expected}, got {array.dtype} values (or integers beyond 64 bits)")
+        raise InvalidTokens(f"{expected}, got {array.dtype.name} values (or integers beyond 64 bits)")
     outside = (array < 0) | (array > MAX_TOKEN)
     if outside.any():
         position = int(outside.argmax())

@@ -117,7 +117,7 @@ def to_blocks(
 
 
 def check_tensor(array: Tensor, geometry: Geometry, order: Order, component: Component) -> None:
-    """Raise InvalidTensor unless `array` is the K or V of a layer: its axes, and its dtype in any byte order."""
+    """Raise InvalidTensor unless `array` can be the K or V of a layer: axes, and dtype in any byte order."""
     if component is Component.KV:
         raise InvalidTensor("K and V are two arrays; a kv Object is a K section and a V section")
     if not isinstance(array, np.ndarray):
