@@ -20,11 +20,14 @@ class TokenCache:
         self._used = 0
         self._tokens: dict[int, tuple[int, bytes]] = {}
 
-    def resolve(self, tokens: Iterable[Token], *, setup_at_server: bool | None = None) -> list[tuple[int, bytes]]:
-        """The (type, value) pairs that a message's tokens stand for, after their REGISTER and DELETE took effect.
+    def resolve(
+        self, tokens: Iterable[Token], *, setup_at_server: bool | None = None
+    ) -> list[tuple[int, bytes]]:
+        """The (type, value) pairs that a message's tokens stand for, after their REGISTER and DELETE took
+        effect.
 
-        `setup_at_server` is None but for the tokens of a SETUP, where it tells whether we are the server. Raises ProtocolError
-        where the session must close (moqt 20 #32), RequestRefused for an unknown alias.
+        `setup_at_server` is None but for the tokens of a SETUP, where it tells whether we are the server.
+        Raises ProtocolError where the session must close (moqt 20 #32), RequestRefused for an unknown alias.
         """
         resolved = []
         unknown = None
@@ -34,7 +37,10 @@ class TokenCache:
                 continue
             assert token.alias is not None
             if setup_at_server and token.alias_type in (AliasType.DELETE, AliasType.USE_ALIAS):
-                raise ProtocolError(SessionCode.PROTOCOL_VIOLATION, f"a SETUP from a client can't hold {token.alias_type.name}")
+                raise ProtocolError(
+                    SessionCode.PROTOCOL_VIOLATION,
+                    f"a SETUP from a client can't hold {token.alias_type.name}",
+                )
             if token.alias_type is AliasType.REGISTER:
                 self._register(token, in_setup=setup_at_server is not None)
                 resolved.append((token.type or 0, token.value))
@@ -44,14 +50,20 @@ class TokenCache:
                 resolved.append(self._tokens[token.alias])
             else:
                 self._used -= _ENTRY_COST + len(self._tokens.pop(token.alias)[1])
-        if unknown is not None:  # Said last, since a REGISTER takes effect even in a message that is rejected.
-            raise RequestRefused(RequestCode.UNKNOWN_AUTH_TOKEN_ALIAS, f"no token is registered under alias {unknown}")
+        if (
+            unknown is not None
+        ):  # Said last, since a REGISTER takes effect even in a message that is rejected.
+            raise RequestRefused(
+                RequestCode.UNKNOWN_AUTH_TOKEN_ALIAS, f"no token is registered under alias {unknown}"
+            )
         return resolved
 
     def _register(self, token: Token, *, in_setup: bool) -> None:
         assert token.alias is not None
         if token.alias in self._tokens:
-            raise ProtocolError(SessionCode.DUPLICATE_AUTH_TOKEN_ALIAS, f"token alias {token.alias} is registered already")
+            raise ProtocolError(
+                SessionCode.DUPLICATE_AUTH_TOKEN_ALIAS, f"token alias {token.alias} is registered already"
+            )
         cost = _ENTRY_COST + len(token.value)
         if self._used + cost > self._limit:
             if in_setup:  # moqt 2.7: then it counts as USE_VALUE.

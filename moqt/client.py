@@ -33,9 +33,9 @@ async def connect(
 ) -> AsyncIterator[Session]:
     """A session with the server at `uri`, closed at the end of the block.
 
-    `ca` is a PEM file of the certificate authorities to trust (None: the system's). Every address of the name is tried, within
-    `deadline` seconds in all. The rest is as for `Session`. Raises UsageError for a bad URI, ConnectionLost when no address
-    answers or TLS fails, SessionClosed, DeadlineExceeded.
+    `ca` is a PEM file of the certificate authorities to trust (None: the system's). Every address of the name
+    is tried, within `deadline` seconds in all. The rest is as for `Session`. Raises UsageError for a bad URI,
+    ConnectionLost when no address answers or TLS fails, SessionClosed, DeadlineExceeded.
     """
     parsed = MoqtUri.parse(uri)
     started = asyncio.get_running_loop().time()

@@ -1,4 +1,6 @@
-"""What a receiver knows about the Objects of one Track: finds duplicates, and what makes a Track malformed (moqt 20.1)."""
+"""What a receiver knows about the Objects of one Track: finds duplicates, and what makes a Track malformed
+(moqt 20.1).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ _MANDATORY_TRACK_PROPERTIES = range(0x4000, 0x8000)
 
 
 class MalformedTrack(MoqtError):
-    """The publisher contradicts itself: nothing more of this Track can be believed. The session goes on (moqt 20 #36)."""
+    """The publisher contradicts itself: nothing more of this Track can be believed. The session goes on (moqt
+    20 #36).
+    """
 
 
 @dataclass(slots=True)
@@ -28,7 +32,9 @@ class _Group:
 
 
 class Ledger:
-    """The Locations received, with a checksum of each payload; `limit` of them at most, then the oldest Groups are forgotten."""
+    """The Locations received, with a checksum of each payload; `limit` of them at most, then the oldest
+    Groups are forgotten.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -51,7 +57,10 @@ class Ledger:
         if any(kind in _MANDATORY_TRACK_PROPERTIES for kind, _ in properties):
             raise MalformedTrack(f"the Object at {location} carries a property that only a Track may have")
         if status is ObjectStatus.END_OF_TRACK:
-            if (self._largest is not None and self._largest >= location) or self._track_end not in (None, location):
+            if (self._largest is not None and self._largest >= location) or self._track_end not in (
+                None,
+                location,
+            ):
                 raise MalformedTrack(f"End of Track at {location} contradicts what came before")
             known, self._track_end = self._track_end is not None, location
             return not known
@@ -83,10 +92,14 @@ class Ledger:
         return True
 
     def end_group(self, group: int, object_id: int) -> None:
-        """Note that no Object of `group` with this ID or a larger one exists. Raises MalformedTrack on contradiction."""
+        """Note that no Object of `group` with this ID or a larger one exists. Raises MalformedTrack on
+        contradiction.
+        """
         entry = self._groups.setdefault(group, _Group())
         if entry.largest >= object_id or entry.end not in (None, object_id):
-            raise MalformedTrack(f"the end of group {group} before object {object_id} contradicts what came before")
+            raise MalformedTrack(
+                f"the end of group {group} before object {object_id} contradicts what came before"
+            )
         entry.end = object_id
 
     def largest_in(self, group: int) -> int:
@@ -106,7 +119,9 @@ class Ledger:
                 here = location.group if of_group else location.object
                 received = self._groups if of_group else self._groups[location.group].checksums
                 if gap > here or any(here - gap <= known < here for known in received):
-                    raise MalformedTrack(f"{kind.name} of the Object at {location} contradicts what came before")
+                    raise MalformedTrack(
+                        f"{kind.name} of the Object at {location} contradicts what came before"
+                    )
 
     def _forget(self) -> None:
         oldest = min(self._groups)

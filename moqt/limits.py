@@ -18,7 +18,9 @@ class Limits:
     max_object_size: int = 64 * 1024 * 1024
     """A larger Object is refused by STOP_SENDING before any of it is buffered (moqt 18)."""
     receive_buffer: int = 8 * 1024 * 1024
-    """Objects received and not yet taken by the application, for each subscription and fetch; beyond it, reading stops."""
+    """Objects received and not yet taken by the application, for each subscription and fetch; beyond it,
+    reading stops.
+    """
     max_known_objects: int = 1 << 20
     """Locations remembered for each subscription, to find duplicates and contradictions (moqt 20.1)."""
     parked_streams: int = 64

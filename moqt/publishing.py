@@ -34,9 +34,9 @@ from moqt.wire import (
     RequestError,
     RequestOk,
     RequestUpdate,
-    Subscribe,
     SubgroupEncoder,
     SubgroupHeader,
+    Subscribe,
     SubscribeNamespace,
     SubscribeOk,
     TrackStatus,
@@ -54,7 +54,9 @@ _LAST = Location(MAX_VARINT, MAX_VARINT)
 
 
 def request_error(refusal: RequestRefused, retry_after: float) -> RequestError:
-    """The REQUEST_ERROR for a refusal; only an overload invites to retry, after `retry_after` seconds (moqt 4.2)."""
+    """The REQUEST_ERROR for a refusal; only an overload invites to retry, after `retry_after` seconds (moqt
+    4.2).
+    """
     retry = int(retry_after * 1000) + 1 if refusal.code is RequestCode.EXCESSIVE_LOAD else 0
     return RequestError(refusal.code, retry, refusal.reason, None)
 
@@ -86,7 +88,11 @@ def _fetch_source(
     for item in items:
         if _passes(item, filters):
             header = encoder.object(
-                item.location, item.size, subgroup=item.subgroup, priority=item.priority, properties=item.properties
+                item.location,
+                item.size,
+                subgroup=item.subgroup,
+                priority=item.priority,
+                properties=item.properties,
             )
             yield urgency(item), (header, *item.payload)
 
@@ -94,7 +100,9 @@ def _fetch_source(
 class _Served(TrackWatcher):
     """One subscription of the peer."""
 
-    def __init__(self, publishing: Publishing, stream: RequestStream, message: Subscribe, track: Track, alias: int) -> None:
+    def __init__(
+        self, publishing: Publishing, stream: RequestStream, message: Subscribe, track: Track, alias: int
+    ) -> None:
         parameters = message.parameters
         self.publishing = publishing
         self.request = stream
@@ -120,14 +128,20 @@ class _Served(TrackWatcher):
 
     def on_object(self, item: StoredObject) -> None:
         key = (item.location.group, item.subgroup)
-        if not self.start <= item.location <= self.end or key in self._refused or not _passes(item, self.filters):
+        if (
+            not self.start <= item.location <= self.end
+            or key in self._refused
+            or not _passes(item, self.filters)
+        ):
             return
         if not self.forward:
             # moqt 12.6: a stream from which an Object was left out must not end with FIN.
             self._reset(key, ResetCode.CANCELLED)
             return
         outgoing, encoder = self._streams.get(key) or self._open(item)
-        header = encoder.object(item.location.object, item.size, status=item.status, properties=item.properties)
+        header = encoder.object(
+            item.location.object, item.size, status=item.status, properties=item.properties
+        )
         fin = item.status is not ObjectStatus.NORMAL
         self.publishing.scheduler.push(outgoing, header, *item.payload, fin=fin)
         if item.status is ObjectStatus.END_OF_GROUP:
@@ -159,7 +173,9 @@ class _Served(TrackWatcher):
         return outgoing, encoder
 
     def _holds_group_end(self, group: int) -> bool:
-        """Whether the stream of this Group, if it ends with FIN, ends with the Group's last Object (moqt 12.2)."""
+        """Whether the stream of this Group, if it ends with FIN, ends with the Group's last Object (moqt
+        12.2).
+        """
         return self.track.one_subgroup and not self.filters and self.end >= Location(group, MAX_VARINT)
 
     def _finish_group(self, group: int) -> None:
@@ -194,7 +210,9 @@ class _Served(TrackWatcher):
         self.end = location_filter.end or _LAST
 
     def fill(self, request_id: int, parameters: Parameters) -> None:
-        """Open the fill stream that a SUBSCRIBE or REQUEST_UPDATE asks for, if there is anything in its range (moqt 7.2)."""
+        """Open the fill stream that a SUBSCRIBE or REQUEST_UPDATE asks for, if there is anything in its range
+        (moqt 7.2).
+        """
         largest = self.track.largest
         if not self.forward or largest is None:
             return
@@ -209,7 +227,8 @@ class _Served(TrackWatcher):
         filters = parameters.range_filters + tuple(known for known in self.filters if known.kind not in kinds)
 
         def urgency(item: StoredObject) -> Urgency:
-            # moqt 14 step 3: a fill in the other order yields to the subscription; step 4: in one Group the fill goes first.
+            # moqt 14 step 3: a fill in the other order yields to the subscription; step 4: in one Group the
+            # fill goes first.
             rank = _rank(order, item.location.group) if order is self.order else MAX_VARINT + 1
             return priority, item.priority, rank, 0
 
@@ -232,7 +251,9 @@ class _Served(TrackWatcher):
         if parameters.fill is not None:
             check_range_filters(parameters.fill.range_filters, limit=limits.max_filter_ranges)
             if len(self._fills) >= limits.max_fills:
-                raise RequestRefused(RequestCode.EXCESSIVE_LOAD, f"{limits.max_fills} fills of this subscription are running")
+                raise RequestRefused(
+                    RequestCode.EXCESSIVE_LOAD, f"{limits.max_fills} fills of this subscription are running"
+                )
         self.filters = filters
         if parameters.location_filter is not None:
             self._select(parameters.location_filter)
@@ -263,7 +284,8 @@ class _Served(TrackWatcher):
         self.track.unwatch(self)
         try:
             if self._streams:
-                # These Groups have not ended, so their streams can't end with FIN; but what was published shall leave.
+                # These Groups have not ended, so their streams can't end with FIN; but what was published
+                # shall leave.
                 await self.publishing.scheduler.flush()
                 for key in list(self._streams):
                     self._reset(key, ResetCode.GOING_AWAY)
@@ -300,9 +322,11 @@ class Publishing:
         served = _Served(self, stream, message, track, self._next_alias)
         self._next_alias += 1
         self._subscriptions.add(served)
-        # moqt 7.3: one snapshot of the Largest Object for the reply, the end of the fill and the start of the subscription;
-        # nothing is published between these lines, since none of them waits.
-        reply = SubscribeOk(served.alias, Parameters(largest=track.largest), self._properties(track, parameters))
+        # moqt 7.3: one snapshot of the Largest Object for the reply, the end of the fill and the start of the
+        # subscription; nothing is published between these lines, since none of them waits.
+        reply = SubscribeOk(
+            served.alias, Parameters(largest=track.largest), self._properties(track, parameters)
+        )
         track.watch(served)
         if parameters.fill is not None:
             served.fill(message.request_id, parameters.fill)
@@ -327,14 +351,18 @@ class Publishing:
         """Serve a FETCH until it ends (moqt 6.3, 10)."""
         limits = self.session.limits
         if self._fetches >= limits.max_fetches:  # kvcs 10
-            raise RequestRefused(RequestCode.EXCESSIVE_LOAD, f"{limits.max_fetches} fetches are running already")
+            raise RequestRefused(
+                RequestCode.EXCESSIVE_LOAD, f"{limits.max_fetches} fetches are running already"
+            )
         parameters = message.parameters
         track = self._track(message.track)
         check_range_filters(parameters.range_filters, limit=limits.max_filter_ranges)
         location_filter = parameters.location_filter or LocationFilter.none()
         start = location_filter.start(track.largest)
         if track.largest is None or start > track.largest:
-            raise RequestRefused(RequestCode.INVALID_RANGE, "nothing is published from the start of the range on")
+            raise RequestRefused(
+                RequestCode.INVALID_RANGE, "nothing is published from the start of the range on"
+            )
         end = min(location_filter.end or _LAST, track.largest)
         if location_filter.end is not None and location_filter.end < start:  # moqt 25 #8
             raise RequestRefused(RequestCode.INVALID_RANGE, "the range ends before it starts")
@@ -345,10 +373,17 @@ class Publishing:
             return priority, item.priority, _rank(order, item.location.group), 0
 
         over = asyncio.Event()
-        source = _fetch_source(message.request_id, order, track.objects(start, end, order), parameters.range_filters, urgency)
+        source = _fetch_source(
+            message.request_id, order, track.objects(start, end, order), parameters.range_filters, urgency
+        )
         outgoing = Outgoing((priority, 0, 0, 0), source=source, on_end=lambda _code: over.set())
         last = track.last_in(start, end) or start
-        reply = FetchOk(track.ended is not None and last == track.largest, last, Parameters(), self._properties(track, parameters))
+        reply = FetchOk(
+            track.ended is not None and last == track.largest,
+            last,
+            Parameters(),
+            self._properties(track, parameters),
+        )
 
         async def update(message: RequestUpdate) -> None:
             nonlocal priority
@@ -374,7 +409,9 @@ class Publishing:
         await stream.send(reply, fin=True)
 
     async def subscribe_namespace(self, stream: RequestStream, message: SubscribeNamespace) -> None:
-        """Serve a SUBSCRIBE_NAMESPACE until it ends: NAMESPACE and NAMESPACE_DONE as namespaces come and go (moqt 11)."""
+        """Serve a SUBSCRIBE_NAMESPACE until it ends: NAMESPACE and NAMESPACE_DONE as namespaces come and go
+        (moqt 11).
+        """
         tracks = self.session.tracks
         prefix = message.prefix
         self._claim(prefix)
@@ -446,7 +483,9 @@ class Publishing:
 
     def _claim(self, prefix: TrackNamespace) -> None:
         if any(is_prefix(prefix, known) or is_prefix(known, prefix) for known in self._prefixes):
-            raise RequestRefused(RequestCode.PREFIX_OVERLAP, "the prefix overlaps with another one of this session")
+            raise RequestRefused(
+                RequestCode.PREFIX_OVERLAP, "the prefix overlaps with another one of this session"
+            )
         self._prefixes.append(prefix)
 
     async def follow(
@@ -457,7 +496,9 @@ class Publishing:
         *,
         fail: Callable[[], None],
     ) -> None:
-        """Handle what the requester says until it cancels or `over` is set; `fail` is called when an update is refused."""
+        """Handle what the requester says until it cancels or `over` is set; `fail` is called when an update
+        is refused.
+        """
 
         def on_stopped(_code: int) -> None:  # STOP_SENDING alone is a cancel as well (moqt 9).
             stream.cancel()

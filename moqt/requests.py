@@ -1,4 +1,6 @@
-"""One request stream: messages over a bidirectional stream, checked against the table of states (moqt 3.4, 4.1)."""
+"""One request stream: messages over a bidirectional stream, checked against the table of states (moqt 3.4,
+4.1).
+"""
 
 from __future__ import annotations
 
@@ -73,11 +75,15 @@ class RequestStream:
         """Whether one side has cancelled the request."""
         return self._cancelled is not None or self.stream.stopped is not None
 
+    @property
+    def _name(self) -> str:
+        return type(self.request).__name__
+
     async def receive(self) -> Message | None:
         """The next message of the peer; None at its FIN.
 
-        Raises StreamReset when the request was cancelled, RequestRejected when FIN came before all that the peer owes (moqt 3.4),
-        ProtocolError, ConnectionClosed.
+        Raises StreamReset when the request was cancelled, RequestRejected when FIN came before all that the
+        peer owes (moqt 3.4), ProtocolError, ConnectionClosed.
         """
         while not self._received:
             if self._cancelled is not None:
@@ -86,11 +92,13 @@ class RequestStream:
             if not data:
                 self._decoder.finish()
                 if self.request is None:
-                    raise ProtocolError(SessionCode.PROTOCOL_VIOLATION, "a request stream ended before its request")
+                    raise ProtocolError(
+                        SessionCode.PROTOCOL_VIOLATION, "a request stream ended before its request"
+                    )
                 if self.state not in COMPLETE[type(self.request), self.remote]:
                     raise RequestRejected(
                         RequestCode.INTERNAL_ERROR,
-                        f"the peer ended the stream of a {type(self.request).__name__} that is {self.state.value}",
+                        f"the peer ended the stream of a {self._name}: {self.state.value}",
                     )
                 return None
             self._received.extend(self._decoder.feed(data))
@@ -104,7 +112,7 @@ class RequestStream:
             raise UsageError("the request itself comes first")
         state = TRANSITIONS.get((type(self.request), self.local, self.state, type(message)))
         if state is None:
-            raise UsageError(f"{type(message).__name__} can't be sent for a {type(self.request).__name__} that is {self.state.value}")
+            raise UsageError(f"{type(message).__name__} can't be sent for a {self._name}: {self.state.value}")
         if isinstance(message, RequestUpdate):
             self._unanswered_of_ours += 1
         elif isinstance(message, (RequestOk, RequestError)) and self.state is RequestState.ESTABLISHED:
@@ -142,26 +150,33 @@ class RequestStream:
         state = TRANSITIONS.get((type(self.request), self.remote, self.state, type(message)))
         if state is None:
             raise _violation(
-                f"{type(message).__name__} from the {self.remote.value} of a {type(self.request).__name__} that is {self.state.value}"
+                f"{type(message).__name__} from the {self.remote.value} of a {self._name}: {self.state.value}"
             )
         if isinstance(message, RequestUpdate):
             self._check_id(message.request_id)
             self._unanswered_of_peer += 1
             if self._unanswered_of_peer > self._max_updates:  # moqt 20 #18
                 raise ProtocolError(
-                    SessionCode.TOO_MANY_REQUEST_UPDATES, f"more than {self._max_updates} REQUEST_UPDATEs without an answer"
+                    SessionCode.TOO_MANY_REQUEST_UPDATES,
+                    f"more than {self._max_updates} REQUEST_UPDATEs without an answer",
                 )
         elif isinstance(message, (RequestOk, RequestError)) and self.state is RequestState.ESTABLISHED:
             if not self._unanswered_of_ours:  # moqt 20 #22
-                raise _violation(f"a second reply to a {type(self.request).__name__}")
+                raise _violation(f"a second reply to a {self._name}")
             self._unanswered_of_ours -= 1
-        if isinstance(message, RequestOk) and message.properties and not isinstance(self.request, TrackStatus):  # moqt 20 #19
+        if (
+            isinstance(message, RequestOk)
+            and message.properties
+            and not isinstance(self.request, TrackStatus)
+        ):  # moqt 20 #19
             raise _violation("Track Properties in a REQUEST_OK that answers no TRACK_STATUS")
         if isinstance(message, RequestError) and message.redirect is not None:
             self._check_redirect(message)
         if isinstance(message, Goaway):
             if self.goaway is not None or (message.uri and not self._is_client):  # moqt 20 #13
-                raise _violation("a second GOAWAY on one stream" if self.goaway else "a GOAWAY with a URI from a client")
+                raise _violation(
+                    "a second GOAWAY on one stream" if self.goaway else "a GOAWAY with a URI from a client"
+                )
             self.goaway = message
         self.state = state
 

@@ -1,7 +1,8 @@
 """Which bytes of a session go next: the most urgent data stream first, handed to QUIC by watermark.
 
-Bytes that were handed to the QUIC library can't be reordered, so no more than `WATERMARK` of them may wait there. Streams are
-opened when their first bytes go, so that few are in flight at a time (spec/quic.md, recommendation 1).
+Bytes that were handed to the QUIC library can't be reordered, so no more than `WATERMARK` of them may wait
+there. Streams are opened when their first bytes go, so that few are in flight at a time (spec/quic.md,
+recommendation 1).
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from moqt.quic.api import WATERMARK, Buffer, Connection, Stream
 __all__ = ["Outgoing", "Scheduler", "Urgency"]
 
 Urgency = tuple[int, int, int, int]
-"""Subscriber Priority, Publisher Priority, rank of the Group, rank of the delivery: lower goes first (moqt 14)."""
+"""Subscriber Priority, Publisher Priority, rank of the Group, rank of the delivery: lower goes first (moqt
+14).
+"""
 
 _SLICE = 64 * 1024
 """Bytes handed over before urgency is looked at again; most Objects fit in."""
@@ -27,12 +30,24 @@ _SLICE = 64 * 1024
 class Outgoing:
     """One data stream to be sent: bytes that wait, and how urgent they are.
 
-    With a `source`, the bytes are pulled from it when none wait: an iterator of (urgency or None for unchanged, pieces); its end
-    is the end of the stream. Without one they are pushed. `on_end(code)` is called once, when FIN was handed over (None) or the
-    stream was reset by us or stopped by the peer (the code); `opened` tells whether the peer can see the stream.
+    With a `source`, the bytes are pulled from it when none wait: an iterator of (urgency or None for
+    unchanged, pieces); its end is the end of the stream. Without one they are pushed. `on_end(code)` is
+    called once, when FIN was handed over (None) or the stream was reset by us or stopped by the peer (the
+    code); `opened` tells whether the peer can see the stream.
     """
 
-    __slots__ = ("_parts", "_source", "ended", "ending", "on_end", "opened", "pending", "queued", "stream", "urgency")
+    __slots__ = (
+        "_parts",
+        "_source",
+        "ended",
+        "ending",
+        "on_end",
+        "opened",
+        "pending",
+        "queued",
+        "stream",
+        "urgency",
+    )
 
     def __init__(
         self,
@@ -120,7 +135,9 @@ class Scheduler:
                 heapq.heapify(heap)
 
     def reset(self, outgoing: Outgoing, code: int) -> None:
-        """End the stream with RESET_STREAM; one that the peer doesn't know yet is never opened. No effect after its end."""
+        """End the stream with RESET_STREAM; one that the peer doesn't know yet is never opened. No effect
+        after its end.
+        """
         if not outgoing.ended:
             if outgoing.stream is not None:
                 outgoing.stream.reset(code)

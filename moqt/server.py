@@ -1,4 +1,4 @@
-"""Serve MOQT sessions: `async with moqt.serve("::", 4433, certificate=..., key=..., tracks=...) as server`."""
+"""Serve MOQT sessions: `async with moqt.serve("::", 4433, certificate=..., key=...) as server`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ SessionHandler = Callable[[Session], Awaitable[None]]
 class Server:
     """The sessions of a listening endpoint."""
 
-    def __init__(self, tracks: Tracks | None, handler: SessionHandler | None, limits: Limits | None, announce: bool) -> None:
+    def __init__(
+        self, tracks: Tracks | None, handler: SessionHandler | None, limits: Limits | None, announce: bool
+    ) -> None:
         self.sessions: set[Session] = set()
         self._tracks = tracks
         self._handler = handler
@@ -99,10 +101,12 @@ async def serve(
     options: QuicOptions | None = None,
     limits: Limits | None = None,
 ) -> AsyncIterator[Server]:
-    """Listen on `host` ("::" takes IPv4 too) and `port` (0: any) until the end of the block; all sessions offer `tracks`.
+    """Listen on `host` ("::" takes IPv4 too) and `port` (0: any) until the end of the block; all sessions
+    offer `tracks`.
 
-    `certificate` and `key` are PEM files. `on_session` runs for each session once SETUP is done; the session goes on after it
-    returns, until it is closed. Raises UsageError for files that can't be used, OSError for an address that can't be bound.
+    `certificate` and `key` are PEM files. `on_session` runs for each session once SETUP is done; the session
+    goes on after it returns, until it is closed. Raises UsageError for files that can't be used, OSError for
+    an address that can't be bound.
     """
     server = Server(tracks, on_session, limits, announce)
     server._listener = await listen(

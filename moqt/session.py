@@ -91,9 +91,9 @@ R = TypeVar("R", bound=OwnRequest)
 class Session:
     """One MOQT session. `async with Session(connection)` exchanges SETUP, and closes the session at the end.
 
-    `tracks` is what the peer may ask for; with `announce`, each of its namespaces is told to the peer by PUBLISH_NAMESPACE, which
-    a publisher does towards a relay (default: if we dialled and there are any `tracks`). `tokens` go with SETUP and with every
-    request (moqt 2.7). `uri` is what was dialled.
+    `tracks` is what the peer may ask for; with `announce`, each of its namespaces is told to the peer by
+    PUBLISH_NAMESPACE, which a publisher does towards a relay (default: if we dialled and there are any
+    `tracks`). `tokens` go with SETUP and with every request (moqt 2.7). `uri` is what was dialled.
     """
 
     def __init__(
@@ -154,7 +154,9 @@ class Session:
                 )
                 await self._control.write(encode(Setup(self._setup_options())))
                 try:
-                    await self.in_time(self._ready_or_closed(), "the peer's SETUP", self.limits.setup_deadline)
+                    await self.in_time(
+                        self._ready_or_closed(), "the peer's SETUP", self.limits.setup_deadline
+                    )
                 except DeadlineExceeded:
                     self.abort(SessionCode.CONTROL_MESSAGE_TIMEOUT, "no SETUP came in time")
                     raise
@@ -175,7 +177,9 @@ class Session:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def finish(self, code: DoneCode, *, deadline: float) -> None:
-        """End all that we serve with PUBLISH_DONE `code`, and wait until the peer has all of it, `deadline` seconds at most."""
+        """End all that we serve with PUBLISH_DONE `code`, and wait until the peer has all of it, `deadline`
+        seconds at most.
+        """
         try:
             async with asyncio.timeout(deadline):
                 await self.publishing.finish(code)
@@ -196,7 +200,9 @@ class Session:
         return self.error is not None
 
     async def goaway(self, uri: str = "", *, timeout: float = 0.0) -> None:
-        """Ask the peer to leave (moqt 16); after `timeout` seconds, if not 0, the session is closed with GOAWAY_TIMEOUT."""
+        """Ask the peer to leave (moqt 16); after `timeout` seconds, if not 0, the session is closed with
+        GOAWAY_TIMEOUT.
+        """
         assert self._control is not None
         if self._leaving:
             raise UsageError("GOAWAY was sent already")
@@ -209,7 +215,9 @@ class Session:
 
     def abort(self, code: int, reason: str) -> None:
         """Close because of what the peer did, or failed to do."""
-        logger.warning("%s: closing the session with code %#x: %s", self.connection.id, code, printable(reason))
+        logger.warning(
+            "%s: closing the session with code %#x: %s", self.connection.id, code, printable(reason)
+        )
         self.connection.close(code, reason)
 
     # Our requests.
@@ -228,8 +236,8 @@ class Session:
     ) -> Subscription:
         """Subscribe to `track`; without a `filter`, to what is published from now on (Next Object).
 
-        Raises RequestRejected, DeadlineExceeded (after `deadline` seconds, `limits.reply_deadline` if None), SessionClosed,
-        ConnectionLost, UsageError for filters that the peer has not allowed.
+        Raises RequestRejected, DeadlineExceeded (after `deadline` seconds, `limits.reply_deadline` if None),
+        SessionClosed, ConnectionLost, UsageError for filters that the peer has not allowed.
         """
         location_filter = filter or LocationFilter.next_object()
         self._check_ranges(range_filters + (fill.range_filters if fill else ()))
@@ -249,7 +257,9 @@ class Session:
                 self.subscribing.expect_fill(stream.request.request_id, subscription, fill.order)
             return subscription
 
-        subscription, reply = await self._request(lambda number: Subscribe(number, track, parameters), make, deadline)
+        subscription, reply = await self._request(
+            lambda number: Subscribe(number, track, parameters), make, deadline
+        )
         assert isinstance(reply, SubscribeOk)
         subscription.accepted(reply, fill)
         await self._check_properties(subscription, reply.properties)
@@ -300,7 +310,9 @@ class Session:
         self.spawn(fetch.follow(), type(fetch).__name__)
         return fetch
 
-    async def subscribe_namespace(self, prefix: TrackNamespace, *, deadline: float | None = None) -> NamespaceWatch:
+    async def subscribe_namespace(
+        self, prefix: TrackNamespace, *, deadline: float | None = None
+    ) -> NamespaceWatch:
         """Watch the namespaces under `prefix`. Raises as `subscribe` does."""
         check_namespace(prefix)
         watch, _ = await self._request(
@@ -311,8 +323,12 @@ class Session:
         self.spawn(watch.follow(), type(watch).__name__)
         return watch
 
-    async def publish_namespace(self, namespace: TrackNamespace, *, deadline: float | None = None) -> Announcement:
-        """Tell the peer that Tracks under `namespace` can be asked of us (moqt 11). Raises as `subscribe` does."""
+    async def publish_namespace(
+        self, namespace: TrackNamespace, *, deadline: float | None = None
+    ) -> Announcement:
+        """Tell the peer that Tracks under `namespace` can be asked of us (moqt 11). Raises as `subscribe`
+        does.
+        """
         check_namespace(namespace)
         announcement, _ = await self._request(
             lambda number: PublishNamespace(number, namespace, Parameters(tokens=self._tokens)),
@@ -391,7 +407,9 @@ class Session:
             raise UsageError("the peer has asked us to leave (GOAWAY), so it takes no new requests")
         async with self._mapped():
             stream = await self.in_time(
-                self.connection.open_when_possible(bidirectional=True), "stream credit for a request", deadline
+                self.connection.open_when_possible(bidirectional=True),
+                "stream credit for a request",
+                deadline,
             )
             request = build(self.next_request_id())
             channel = RequestStream(
@@ -406,11 +424,17 @@ class Session:
             self._requests.add(made)
             try:
                 await channel.send_request(fin=fin)
-                reply = await self.in_time(channel.receive(), f"the reply to {type(request).__name__}", deadline)
+                reply = await self.in_time(
+                    channel.receive(), f"the reply to {type(request).__name__}", deadline
+                )
                 while isinstance(reply, Goaway):
-                    reply = await self.in_time(channel.receive(), f"the reply to {type(request).__name__}", deadline)
+                    reply = await self.in_time(
+                        channel.receive(), f"the reply to {type(request).__name__}", deadline
+                    )
                 if reply is None:
-                    raise RequestRejected(RequestCode.INTERNAL_ERROR, "the peer ended the request without a reply")
+                    raise RequestRejected(
+                        RequestCode.INTERNAL_ERROR, "the peer ended the request without a reply"
+                    )
                 if isinstance(reply, RequestError):
                     await channel.finish()
                     raise rejected(reply)
@@ -436,7 +460,8 @@ class Session:
             self.forget(reception)
             await reception.close()
             raise RequestRejected(
-                RequestCode.UNSUPPORTED_EXTENSION, f"the Track has the mandatory property {unknown[0]:#x}, which is not known here"
+                RequestCode.UNSUPPORTED_EXTENSION,
+                f"the Track has the mandatory property {unknown[0]:#x}, which is not known here",
             )
 
     def _check_ranges(self, range_filters: tuple[RangeFilter, ...]) -> None:
@@ -526,7 +551,9 @@ class Session:
         except StreamReset:
             pass
         # moqt 20 #4
-        raise ProtocolError(SessionCode.PROTOCOL_VIOLATION, "the control stream was closed while the session runs")
+        raise ProtocolError(
+            SessionCode.PROTOCOL_VIOLATION, "the control stream was closed while the session runs"
+        )
 
     def _on_control(self, message: Message) -> None:
         if isinstance(message, Setup):
@@ -535,7 +562,9 @@ class Session:
         assert isinstance(message, Goaway)
         # moqt 20 #13
         if self.goaway_received.is_set() or (message.uri and not self.connection.is_client):
-            raise ProtocolError(SessionCode.PROTOCOL_VIOLATION, "a second GOAWAY, or one with a URI from a client")
+            raise ProtocolError(
+                SessionCode.PROTOCOL_VIOLATION, "a second GOAWAY, or one with a URI from a client"
+            )
         logger.info("%s: the peer asks us to leave (GOAWAY)", self.connection.id)
         self.goaway_received.set()
 
@@ -563,7 +592,9 @@ class Session:
 
     def _on_datagram(self, data: bytes) -> None:
         try:
-            decode_datagram(data)  # Objects in datagrams are not taken; what no MOQT peer may send closes the session.
+            decode_datagram(
+                data
+            )  # Objects in datagrams are not taken; what no MOQT peer may send closes the session.
         except ProtocolError as error:
             self.abort(error.code, error.reason)
 
@@ -594,7 +625,9 @@ class Session:
         if self._leaving:
             raise RequestRefused(RequestCode.GOING_AWAY, "this endpoint is about to leave")
         if self._serving > self.limits.max_requests:
-            raise RequestRefused(RequestCode.EXCESSIVE_LOAD, f"{self.limits.max_requests} requests are open already")
+            raise RequestRefused(
+                RequestCode.EXCESSIVE_LOAD, f"{self.limits.max_requests} requests are open already"
+            )
         if _namespace_of(request)[:1] in [(name,) for name in _RESERVED_NAMESPACES]:  # moqt 20 #35
             raise RequestRefused(RequestCode.DOES_NOT_EXIST, "nothing is here under a reserved namespace")
         match request:
@@ -610,7 +643,9 @@ class Session:
                 await self._take_namespace(channel, request)
             case Publish():
                 if any(kind in _MANDATORY_PROPERTIES for kind, _ in request.properties):  # moqt 13.1
-                    raise RequestRefused(RequestCode.UNSUPPORTED_EXTENSION, "the Track has an unknown mandatory property")
+                    raise RequestRefused(
+                        RequestCode.UNSUPPORTED_EXTENSION, "the Track has an unknown mandatory property"
+                    )
                 raise RequestRefused(RequestCode.UNINTERESTED, "this endpoint subscribes to what it wants")
             case SubscribeTracks():
                 raise RequestRefused(RequestCode.NOT_SUPPORTED, "SUBSCRIBE_TRACKS is not served here")
@@ -624,7 +659,8 @@ class Session:
         self.peer_namespaces[request.namespace] = None
         try:
             await channel.send(RequestOk())
-            # FIN is no withdrawal (moqt 3.4): the namespace stays until the stream is cancelled or the session ends.
+            # FIN is no withdrawal (moqt 3.4): the namespace stays until the stream is cancelled or the
+            # session ends.
             await self.publishing.follow(channel, over, update, fail=over.set)
         finally:
             self.peer_namespaces.pop(request.namespace, None)
@@ -661,7 +697,9 @@ class Session:
 
 
 class _PeerIds:
-    """The Request IDs that the peer has used: right parity, none twice (moqt 3.3). Compact: all below `_next`, and some above."""
+    """The Request IDs that the peer has used: right parity, none twice (moqt 3.3). Compact: all below
+    `_next`, and some above.
+    """
 
     def __init__(self, *, parity: int) -> None:
         self._parity = parity
@@ -671,7 +709,10 @@ class _PeerIds:
     def check(self, number: int) -> None:
         """Note `number`. Raises ProtocolError INVALID_REQUEST_ID (moqt 20 #15)."""
         if number % 2 != self._parity or number < self._next or number in self._above:
-            raise ProtocolError(SessionCode.INVALID_REQUEST_ID, f"Request ID {number} is of the wrong side, or was used before")
+            raise ProtocolError(
+                SessionCode.INVALID_REQUEST_ID,
+                f"Request ID {number} is of the wrong side, or was used before",
+            )
         self._above.add(number)
         while self._next in self._above:
             self._above.remove(self._next)
@@ -695,5 +736,3 @@ def _namespace_of(request: Request) -> TrackNamespace:
     if isinstance(request, (SubscribeNamespace, SubscribeTracks)):
         return request.prefix
     return request.track.namespace
-
-

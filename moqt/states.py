@@ -1,7 +1,8 @@
-"""Which message may come when on a request stream: the states of a request, and their transitions, as one table.
+"""Which message may come when on a request stream: the states of a request, and their transitions, as one
+table.
 
-Both ends of a request stream follow the table, each for what the other side sends. A message that has no transition is a
-PROTOCOL_VIOLATION (moqt 20 #17, #19, #20, #22).
+Both ends of a request stream follow the table, each for what the other side sends. A message that has no
+transition is a PROTOCOL_VIOLATION (moqt 20 #17, #19, #20, #22).
 """
 
 from __future__ import annotations

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moqt.errors import (
-    DeadlineExceeded,
-    DoneCode,
     ProtocolError,
     RequestRejected,
     ResetCode,
@@ -22,7 +21,7 @@ from moqt.errors import (
 from moqt.filters import MAX_VARINT, GroupOrder, Location, LocationFilter, RangeFilter
 from moqt.ledger import Ledger, MalformedTrack
 from moqt.names import FullTrackName, TrackNamespace, check_namespace
-from moqt.quic.api import Buffer, ConnectionClosed, Stream
+from moqt.quic.api import ConnectionClosed, Stream
 from moqt.requests import RequestStream
 from moqt.wire import (
     UNKNOWN_STREAM_COUNT,
@@ -78,7 +77,9 @@ _RETIRED = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fill:
-    """What FILL_PARAMETERS ask for: Objects that exist already (moqt 7). `timeout_ms` bounds a relay's search for them."""
+    """What FILL_PARAMETERS ask for: Objects that exist already (moqt 7). `timeout_ms` bounds a relay's search
+    for them.
+    """
 
     filter: LocationFilter
     order: GroupOrder = GroupOrder.ASCENDING
@@ -99,7 +100,9 @@ class Fill:
 
 @dataclass(frozen=True, slots=True)
 class ReceivedObject:
-    """An Object as it came. `priority` is the effective Publisher Priority; `fill`: it came on a fill or fetch stream."""
+    """An Object as it came. `priority` is the effective Publisher Priority; `fill`: it came on a fill or
+    fetch stream.
+    """
 
     location: Location
     payload: bytearray
@@ -112,7 +115,9 @@ class ReceivedObject:
 
 @dataclass(frozen=True, slots=True)
 class StreamEnd:
-    """A data stream has ended: by FIN (`code` None), or broken with `code`. `group` is None for a fill or fetch stream."""
+    """A data stream has ended: by FIN (`code` None), or broken with `code`. `group` is None for a fill or
+    fetch stream.
+    """
 
     group: int | None
     fill: bool
@@ -121,7 +126,9 @@ class StreamEnd:
 
 @dataclass(frozen=True, slots=True)
 class RangeNotice:
-    """On a fill or fetch stream: the Objects after the last one up to `end`, inclusive, are missing; `kind` says why."""
+    """On a fill or fetch stream: the Objects after the last one up to `end`, inclusive, are missing; `kind`
+    says why.
+    """
 
     kind: RangeStatus
     end: Location
@@ -140,7 +147,7 @@ class NamespaceEvent:
 
 @dataclass(frozen=True, slots=True)
 class TrackStatusResult:
-    """What TRACK_STATUS tells: the Largest Object (None: nothing is published yet) and the Track Properties."""
+    """What TRACK_STATUS tells: the Largest Object (None: nothing published yet) and the Track Properties."""
 
     largest: Location | None
     properties: Properties
@@ -156,11 +163,15 @@ class OwnRequest:
         self._error: Exception | None = None
 
     async def _update(self, parameters: Parameters, request_id: int) -> Message:
-        """Send a REQUEST_UPDATE and return its REQUEST_OK. Raises RequestRejected, DeadlineExceeded and what ended the request."""
+        """Send a REQUEST_UPDATE and return its REQUEST_OK. Raises RequestRejected, DeadlineExceeded and what
+        ended the request.
+        """
         self._check_alive()
         limit = self.session.peer_setup.max_request_updates
         if limit and len(self._updates) >= limit:
-            raise UsageError(f"{limit} REQUEST_UPDATEs are unanswered, more the peer does not take; await them first")
+            raise UsageError(
+                f"{limit} REQUEST_UPDATEs are unanswered, more the peer does not take; await them first"
+            )
         future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         self._updates.append(future)
         await self.request.send(RequestUpdate(request_id, parameters))
@@ -200,7 +211,9 @@ def rejected(message: RequestError) -> RequestRejected:
 
 
 class _Reception(OwnRequest):
-    """Objects of one Track on their way to the application: a queue, bounded in bytes, which the data streams fill."""
+    """Objects of one Track on their way to the application: a queue, bounded in bytes, which the data streams
+    fill.
+    """
 
     def __init__(self, session: Session, stream: RequestStream, track: FullTrackName) -> None:
         super().__init__(session, stream)
@@ -240,10 +253,8 @@ class _Reception(OwnRequest):
             self._release()
             self.session.forget(self)
             if self._finished:
-                try:
+                with suppress(StreamStopped, ConnectionClosed):  # It is over on the other side too.
                     await self.request.finish()
-                except (StreamStopped, ConnectionClosed):
-                    pass  # It is over on the other side too.
             else:
                 self.request.cancel()
 
@@ -272,23 +283,30 @@ class _Reception(OwnRequest):
         raise NotImplementedError
 
     async def receive(
-        self, stream: Stream, decoder: DataStreamDecoder, header: SubgroupHeader | FetchHeader, events: Iterator[Event]
+        self,
+        stream: Stream,
+        decoder: DataStreamDecoder,
+        header: SubgroupHeader | FetchHeader,
+        events: Iterator[Event],
     ) -> None:
-        """Read a data stream of this reception to its end; `events` are those decoded behind the header already."""
+        """Read a data stream of this reception to its end; `events` are those decoded behind the header
+        already.
+        """
         fill = isinstance(header, FetchHeader)
         request_id = header.request_id if isinstance(header, FetchHeader) else 0
         group = None if isinstance(header, FetchHeader) else header.group
         code: int | None = None
-        last = -1
+        last, filled = -1, 0
+        buffer = bytearray()
+        current: ObjectHeader | None = None
         try:
             while True:
-                current: ObjectHeader
                 for event in events:
                     if type(event) is PayloadChunk:
                         size = len(event.data)
                         buffer[filled : filled + size] = event.data
                         filled += size
-                        if event.last:
+                        if event.last and current is not None:
                             await self._take(current, buffer, fill, request_id)
                     elif type(event) is ObjectHeader:
                         current, last, filled = event, event.location.object, 0
@@ -337,7 +355,13 @@ class _Reception(OwnRequest):
         if new and not self._over:
             self._put(
                 ReceivedObject(
-                    header.location, payload, header.subgroup, priority, header.status, header.properties, fill
+                    header.location,
+                    payload,
+                    header.subgroup,
+                    priority,
+                    header.status,
+                    header.properties,
+                    fill,
                 )
             )
         await self._room.wait()
@@ -346,11 +370,14 @@ class _Reception(OwnRequest):
 class Subscription(_Reception):
     """A subscription to a Track: `async for` gives its Objects as they come, and tells when streams end.
 
-    The iteration ends when the publisher has ended the subscription with PUBLISH_DONE and all its streams have come to their end;
-    `done` is then set. It raises when the subscription or the session breaks. Leaving the `async with` block cancels.
+    The iteration ends when the publisher has ended the subscription with PUBLISH_DONE and all its streams
+    have come to their end; `done` is then set. It raises when the subscription or the session breaks. Leaving
+    the `async with` block cancels.
     """
 
-    def __init__(self, session: Session, stream: RequestStream, track: FullTrackName, location_filter: LocationFilter) -> None:
+    def __init__(
+        self, session: Session, stream: RequestStream, track: FullTrackName, location_filter: LocationFilter
+    ) -> None:
         super().__init__(session, stream, track)
         self.alias = -1
         self.largest: Location | None = None
@@ -418,7 +445,8 @@ class Subscription(_Reception):
     ) -> None:
         """Send a REQUEST_UPDATE and wait for its reply; what is None stays as it is (moqt 4.2).
 
-        Raises RequestRejected (the publisher then ends the subscription), DeadlineExceeded, and what broke the subscription.
+        Raises RequestRejected (the publisher then ends the subscription), DeadlineExceeded, and what broke
+        the subscription.
         """
         parameters = Parameters(
             forward=forward,
@@ -440,7 +468,11 @@ class Subscription(_Reception):
         self._expect(request_id, fill)
 
     async def receive(
-        self, stream: Stream, decoder: DataStreamDecoder, header: SubgroupHeader | FetchHeader, events: Iterator[Event]
+        self,
+        stream: Stream,
+        decoder: DataStreamDecoder,
+        header: SubgroupHeader | FetchHeader,
+        events: Iterator[Event],
     ) -> None:
         self._streams_seen += 1
         self._reading += 1
@@ -469,10 +501,14 @@ class Subscription(_Reception):
                 self.fail(error)
 
     def _check_done(self, time_is_up: bool = False) -> None:
-        """After PUBLISH_DONE: whether all its streams have been seen to their end, or we have waited long enough (moqt 4.2)."""
+        """After PUBLISH_DONE: whether all its streams have been seen to their end, or we have waited long
+        enough (moqt 4.2).
+        """
         if self.done is None or self._over:
             return
-        complete = self.done.stream_count != UNKNOWN_STREAM_COUNT and self._streams_seen >= self.done.stream_count
+        complete = (
+            self.done.stream_count != UNKNOWN_STREAM_COUNT and self._streams_seen >= self.done.stream_count
+        )
         if not self._reading and (complete or time_is_up):
             self._finished = True
             self._release()
@@ -486,12 +522,15 @@ class Subscription(_Reception):
 
 
 class FetchStream(_Reception):
-    """A fetch: `async for` gives its Objects in order, and ends when the last has come. It raises when the fetch breaks.
+    """A fetch: `async for` gives its Objects in order, and ends when the last has come. It raises when the
+    fetch breaks.
 
     `end` is the FETCH_OK, once it came. Leaving the `async with` block cancels.
     """
 
-    def __init__(self, session: Session, stream: RequestStream, track: FullTrackName, location_filter: LocationFilter) -> None:
+    def __init__(
+        self, session: Session, stream: RequestStream, track: FullTrackName, location_filter: LocationFilter
+    ) -> None:
         super().__init__(session, stream, track)
         self.end: FetchOk | None = None
         self._start = location_filter.start(None)
@@ -512,7 +551,11 @@ class FetchStream(_Reception):
         await self._update(Parameters(subscriber_priority=priority), self.session.next_request_id())
 
     async def receive(
-        self, stream: Stream, decoder: DataStreamDecoder, header: SubgroupHeader | FetchHeader, events: Iterator[Event]
+        self,
+        stream: Stream,
+        decoder: DataStreamDecoder,
+        header: SubgroupHeader | FetchHeader,
+        events: Iterator[Event],
     ) -> None:
         await super().receive(stream, decoder, header, events)
         if self._items and isinstance(end := self._items[-1], StreamEnd) and end.code is not None:
@@ -525,7 +568,8 @@ class FetchStream(_Reception):
         """Take over what FETCH_OK says. Raises ProtocolError (moqt 20 #21)."""
         if message.end < self._start:
             raise ProtocolError(
-                SessionCode.PROTOCOL_VIOLATION, f"FETCH_OK ends at {message.end}, before the start of the request {self._start}"
+                SessionCode.PROTOCOL_VIOLATION,
+                f"FETCH_OK ends at {message.end}, before the start of the request {self._start}",
             )
         self.end = message
         self.properties = message.properties
@@ -548,7 +592,9 @@ class FetchStream(_Reception):
 
 
 class NamespaceWatch(OwnRequest):
-    """A SUBSCRIBE_NAMESPACE: `async for` gives a NamespaceEvent for each namespace that comes or goes, until it breaks."""
+    """A SUBSCRIBE_NAMESPACE: `async for` gives a NamespaceEvent for each namespace that comes or goes, until
+    it breaks.
+    """
 
     def __init__(self, session: Session, stream: RequestStream, prefix: TrackNamespace) -> None:
         super().__init__(session, stream)
@@ -597,7 +643,9 @@ class NamespaceWatch(OwnRequest):
                     self._answer(message)
                 elif isinstance(message, (Namespace, NamespaceDone)):
                     self._note((*self.prefix, *message.suffix), isinstance(message, Namespace))
-            raise StreamReset(ResetCode.CANCELLED)  # moqt 11: at FIN all its namespaces are gone; it was no end of ours.
+            raise StreamReset(
+                ResetCode.CANCELLED
+            )  # moqt 11: at FIN all its namespaces are gone; it was no end of ours.
         except (StreamReset, RequestRejected) as error:
             if not self._closed:
                 self.fail(error)
@@ -651,12 +699,15 @@ class Subscribing:
         self._parked = 0
 
     def register(self, subscription: Subscription) -> None:
-        """Route the alias of a SUBSCRIBE_OK. Raises ProtocolError when it stands for another Track (moqt 20 #16)."""
+        """Route the alias of a SUBSCRIBE_OK. Raises ProtocolError when it stands for another Track (moqt 20
+        #16).
+        """
         alias = subscription.alias
         current = self._by_alias.get(alias)
         if current is not None and current.track != subscription.track:
             raise ProtocolError(
-                SessionCode.DUPLICATE_TRACK_ALIAS, f"alias {alias} stands for {current.track} and for {subscription.track}"
+                SessionCode.DUPLICATE_TRACK_ALIAS,
+                f"alias {alias} stands for {current.track} and for {subscription.track}",
             )
         self._by_alias[alias] = subscription
         for future in self._waiters.pop(alias, ()):
@@ -701,7 +752,9 @@ class Subscribing:
         else:
             await reception.receive(stream, decoder, header, events)
 
-    async def _find(self, header: SubgroupHeader | FetchHeader, decoder: DataStreamDecoder) -> Subscription | FetchStream | None:
+    async def _find(
+        self, header: SubgroupHeader | FetchHeader, decoder: DataStreamDecoder
+    ) -> Subscription | FetchStream | None:
         if isinstance(header, FetchHeader):
             reception, decoder.order = self._by_request.get(header.request_id, (None, GroupOrder.ASCENDING))
             if isinstance(reception, Subscription):
@@ -723,5 +776,3 @@ class Subscribing:
             return None
         finally:
             self._parked -= 1
-
-

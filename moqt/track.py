@@ -1,7 +1,8 @@
 """The Objects of one Track, and the set of Tracks that an endpoint offers.
 
-The Track is the only store: the publisher appends to it and every session's publishing reads from it. Payloads are kept as the
-views that were given, without a copy, so their bytes must not change afterwards (kvcs 3.4: Objects are never modified).
+The Track is the only store: the publisher appends to it and every session's publishing reads from it.
+Payloads are kept as the views that were given, without a copy, so their bytes must not change afterwards
+(kvcs 3.4: Objects are never modified).
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ __all__ = ["StoredObject", "Track", "TrackWatcher", "Tracks"]
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """One Object of a Track. `payload` is its bytes in pieces, `size` their sum; a status Object has no payload."""
+    """One Object of a Track. `payload` is its bytes in pieces, `size` their sum; a status Object has no
+    payload.
+    """
 
     location: Location
     payload: tuple[memoryview, ...]
@@ -53,11 +56,12 @@ class TrackWatcher:
 
 
 class Track:
-    """The Objects of one Track as their publisher knows them: what is not here and not after `largest` does not exist.
+    """The Objects of one Track as their publisher knows them: what is not here and not after `largest` does
+    not exist.
 
-    `properties` are the Track Properties; `priority` is the Publisher Priority of Objects that name none. With
-    `one_subgroup`, all Objects of a Group must share one Subgroup, and the end of that Subgroup's stream then tells the end of
-    the Group (moqt 12.2, END_OF_GROUP).
+    `properties` are the Track Properties; `priority` is the Publisher Priority of Objects that name none.
+    With `one_subgroup`, all Objects of a Group must share one Subgroup, and the end of that Subgroup's stream
+    then tells the end of the Group (moqt 12.2, END_OF_GROUP).
     """
 
     def __init__(
@@ -95,8 +99,9 @@ class Track:
     ) -> bool:
         """Publish an Object. `payload` is its bytes, in one or several pieces, which are not copied.
 
-        Returns False when the same Object, byte for byte, is there already. Raises LocationTaken when another payload stands at
-        this Location (kvcs 6, moqt 15 #3), UsageError when the Group or the Track has ended before it.
+        Returns False when the same Object, byte for byte, is there already. Raises LocationTaken when another
+        payload stands at this Location (kvcs 6, moqt 15 #3), UsageError when the Group or the Track has ended
+        before it.
         """
         location = Location(group, object_id)
         pieces = (payload,) if isinstance(payload, (bytes, bytearray, memoryview)) else payload
@@ -114,14 +119,18 @@ class Track:
             if known.size == item.size and _content(known) == _content(item):
                 return False
             raise LocationTaken(
-                f"{self.name}: another Object stands at group {group}, object {object_id}; an Object is never changed, "
-                "publish anew under a new Publication ID"
+                f"{self.name}: another Object stands at group {group}, object {object_id}; "
+                "an Object is never changed: publish anew under another name"
             )
         if self.ended is not None and location >= self.ended:
-            raise UsageError(f"{self.name}: the Track ended at {self.ended}, so nothing can be published at {location}")
+            raise UsageError(
+                f"{self.name}: the Track ended at {self.ended}, so nothing can be published at {location}"
+            )
         entry = self._group(group)
         if entry.end is not None and object_id >= entry.end:
-            raise UsageError(f"{self.name}: group {group} ended before object {entry.end}, so {location} can't be published")
+            raise UsageError(
+                f"{self.name}: group {group} ended before object {entry.end}, not at {object_id}"
+            )
         if self.one_subgroup and entry.ids and entry.objects[entry.ids[-1]].subgroup != subgroup:
             raise UsageError(f"{self.name}: all Objects of group {group} must be in one Subgroup")
         entry.objects[object_id] = item
@@ -132,19 +141,25 @@ class Track:
         return True
 
     def end_group(self, group: int, object_id: int) -> None:
-        """Publish End of Group at `object_id`: no Object with this ID or a larger one exists. Raises UsageError on contradiction."""
+        """Publish End of Group at `object_id`: no Object with this ID or a larger one exists. Raises
+        UsageError on contradiction.
+        """
         entry = self._group(group)
         if entry.end is not None:
             raise UsageError(f"{self.name}: group {group} has ended already, before object {entry.end}")
         if entry.ids and entry.ids[-1] >= object_id:
-            raise UsageError(f"{self.name}: group {group} can't end before object {object_id}: object {entry.ids[-1]} exists")
+            raise UsageError(
+                f"{self.name}: group {group} can't end before object {object_id}: {entry.ids[-1]} exists"
+            )
         entry.end = object_id
         subgroup = entry.objects[entry.ids[-1]].subgroup if entry.ids else 0
         priority = entry.objects[entry.ids[-1]].priority if entry.ids else self.priority
         self._tell(self._status(Location(group, object_id), subgroup, priority, ObjectStatus.END_OF_GROUP))
 
     def end(self, location: Location) -> None:
-        """Publish End of Track at `location`: no Object at it or after it exists. Raises UsageError on contradiction."""
+        """Publish End of Track at `location`: no Object at it or after it exists. Raises UsageError on
+        contradiction.
+        """
         if self.ended is not None:
             raise UsageError(f"{self.name}: the Track has ended already, at {self.ended}")
         if self.largest is not None and self.largest >= location:
@@ -165,13 +180,19 @@ class Track:
     def starts_subgroup(self, item: StoredObject) -> bool:
         """Whether `item` is the first Object of its Subgroup (moqt 12.2, FIRST_OBJECT)."""
         entry = self._groups[item.location.group]
-        return next((i for i in entry.ids if entry.objects[i].subgroup == item.subgroup), None) in (None, item.location.object)
+        return next((i for i in entry.ids if entry.objects[i].subgroup == item.subgroup), None) in (
+            None,
+            item.location.object,
+        )
 
-    def objects(self, start: Location, end: Location, order: GroupOrder = GroupOrder.ASCENDING) -> Iterator[StoredObject]:
-        """The Objects from `start` to `end`, both inclusive, Groups in `order`, inside a Group by Object ID (moqt 10).
+    def objects(
+        self, start: Location, end: Location, order: GroupOrder = GroupOrder.ASCENDING
+    ) -> Iterator[StoredObject]:
+        """The Objects from `start` to `end`, both inclusive, Groups in `order`, inside a Group by Object ID
+        (moqt 10).
 
-        Objects that are published while the iteration runs may or may not come; take `end` no larger than `largest` to have a
-        range that no longer changes.
+        Objects that are published while the iteration runs may or may not come; take `end` no larger than
+        `largest` to have a range that no longer changes.
         """
         groups = [g for g in self._group_ids if start.group <= g <= end.group]
         for group in groups if order is GroupOrder.ASCENDING else reversed(groups):
@@ -238,7 +259,9 @@ class Tracks:
         self._tracks[track.name] = track
 
     def remove(self, name: FullTrackName, code: DoneCode) -> None:
-        """Offer the Track no longer and end its subscriptions with PUBLISH_DONE `code`; no effect if there is none."""
+        """Offer the Track no longer and end its subscriptions with PUBLISH_DONE `code`; no effect if there is
+        none.
+        """
         track = self._tracks.pop(name, None)
         if track is not None:
             track.close(code)
