@@ -131,7 +131,7 @@ class Continuation:
         that holds all of them the last is left aside: the next token follows from computing the last one,
         which no cache spares.
         """
-        if not 0 <= cached <= len(tokens) or not tokens:
+        if not 0 <= cached <= len(tokens) or len(tokens) == 0:
             raise ValueError(f"a cache of {cached} tokens for a text of {len(tokens)}")
         self.cached = min(cached, len(tokens) - 1)
         self._model = model

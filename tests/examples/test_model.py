@@ -5,7 +5,6 @@ cache continues alike.
 import cmath
 import dataclasses
 import hashlib
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 from examples import smollm, tiny
 from examples.llama import Cache, Config, Float16, Float32, Rope, Weights, attention, swiglu
 from examples.model import Continuation, Model, complete_tokens
+from kvcs.identity import Descriptor
 
 BLOCK = 16
 PROMPT = "Two short flashes and then one long pause: a captain who sees this knows where the rocks are. " * 3
@@ -278,6 +278,16 @@ def test_a_longer_cache_than_wanted_serves_too(model: Model, tokens: list[int]) 
     assert cache.tokens() == 4 * BLOCK
 
 
+def test_a_prompt_shorter_than_a_block_ships_nothing_and_is_written_on(
+    model: Model, tokens: list[int]
+) -> None:
+    cache, layers = shipped(model, [])
+    assert [k.shape for k, _ in layers] == [(0, 2, 16)] * 4
+    alone = list(model.generate(cache, tokens[:5], 8))
+    assert alone == list(model.generate(Cache(model.config, 0), np.array(tokens[:5]).tolist(), 8))
+    assert continued(model, tokens[:5], 0, layers, 8) == alone
+
+
 def test_end_token_ends_the_text_and_is_not_given_out(model: Model, tokens: list[int]) -> None:
     cache, _ = shipped(model, tokens[:BLOCK])
     text = list(model.generate(cache, tokens, 10))
@@ -339,18 +349,11 @@ def test_values_beyond_float16_stop_the_producer(model: Model) -> None:
 
 def test_descriptor_names_geometry_and_identity(model: Model) -> None:
     descriptor = model.descriptor(32)
-    assert json.loads(json.dumps(descriptor)) == descriptor
-    assert {
-        name: descriptor[name] for name in ("layers", "kv_heads", "head_dim", "dtype", "block_tokens")
-    } == {
-        "layers": 4,
-        "kv_heads": 2,
-        "head_dim": 16,
-        "dtype": "float16",
-        "block_tokens": 32,
-    }
+    parsed = Descriptor.parse(descriptor)
+    assert (parsed.layers, parsed.kv_heads, parsed.head_dim) == (4, 2, 16)
+    assert (parsed.dtype, parsed.block_tokens) == ("float16", 32)
     assert descriptor["attention"] == "gqa"
-    assert descriptor["profile"] == "kvsp-lp1"
+    assert Descriptor.parse(model.descriptor(64)).compat_id != parsed.compat_id
     assert Model.load("tiny").descriptor(32) == descriptor
     assert tiny.digest(tiny.CONFIG, tiny.random_weights(tiny.CONFIG, seed=1)) != tiny.digest(
         tiny.CONFIG, model.weights
