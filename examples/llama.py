@@ -262,7 +262,7 @@ class Llama:
     def _project(self, layer: int, hidden: Float32, start: int) -> tuple[Float32, Float16, Float16]:
         config, weights = self.config, self.weights.layers[layer]
         rows = rms_norm(hidden, weights.attention_norm, config.norm_epsilon) @ weights.qkv.T
-        by_head = rows.reshape(len(rows), -1, config.head_dim)
+        by_head = rows.reshape(len(rows), config.heads + 2 * config.kv_heads, config.head_dim)
         q, k, v = np.split(by_head, (config.heads, config.heads + config.kv_heads), axis=1)
         return self._rope.rotate(q, start), _shipped(self._rope.rotate(k, start)), _shipped(v)
 
