@@ -145,7 +145,8 @@ def read_tokens(path: str | Path) -> NDArray[np.int64]:
     path = Path(path)
     try:
         if path.suffix == ".npy":
-            values = np.load(path, allow_pickle=False)
+            with path.open("rb") as file:
+                values = np.load(file, allow_pickle=False)
         else:
             values = strict_json.loads(
                 path.read_bytes(), max_size=MAX_TOKENS_FILE, max_values=MAX_TOKENS_FILE // 2
@@ -206,13 +207,17 @@ def _write_safetensors(path: Path, descriptor: str, tensors: dict[str, Tensor]) 
 
 def _read_npz(path: Path) -> tuple[str | None, dict[str, Tensor]]:
     try:
-        loaded = np.load(path, allow_pickle=False)
-        if not isinstance(loaded, np.lib.npyio.NpzFile):
-            raise ValueError("it holds a single array")
-        with loaded:
-            tensors = {name: loaded[name] for name in loaded.files}
+        with path.open("rb") as file:
+            loaded = np.load(file, allow_pickle=False)
+            if not isinstance(loaded, np.lib.npyio.NpzFile):
+                raise ValueError("it holds a single array")
+            with loaded:
+                tensors = {name: loaded[name] for name in loaded.files}
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
-        raise FileFault(f"cache file {path}: not an .npz file of arrays: {error}") from error
+        raise FileFault(
+            f"cache file {path}: not an .npz file of arrays: {error} (such files keep "
+            f"{', '.join(_NPZ_DTYPES)}; use .safetensors for other dtypes)"
+        ) from error
     descriptor = tensors.pop("descriptor", None)
     return None if descriptor is None else str(descriptor), tensors
 
