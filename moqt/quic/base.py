@@ -98,6 +98,8 @@ class BaseStream(Stream):
         if self._reading:
             raise UsageError(f"stream {self.id} has a reader already")
         while True:
+            if self._connection.closed_by_us:
+                self._connection.check_open()
             if self._reset_code is not None:
                 raise StreamReset(self._reset_code)
             if self.reading_stopped:
@@ -118,6 +120,8 @@ class BaseStream(Stream):
 
     def hand(self, data: Buffer, *, fin: bool = False) -> None:
         self._check_writable()
+        if isinstance(data, memoryview) and (data.itemsize != 1 or data.ndim != 1):
+            data = data.cast("B")
         if fin:
             self._writing_ended = True
         if len(data) or fin:
@@ -208,11 +212,8 @@ class BaseStream(Stream):
         if self.released:
             self._connection.transport_released(self)
 
-    def connection_ended(self, drop: bool) -> None:
-        """The connection is over; with `drop` what had arrived is not to be read any more."""
-        if drop:
-            self._chunks.clear()
-            self._at_fin = False
+    def connection_ended(self) -> None:
+        """The connection is over."""
         self._arrival.wake()
 
     def _check_writable(self) -> None:
@@ -271,6 +272,11 @@ class BaseConnection(Connection, Generic[StreamT]):
     @abstractmethod
     def full_credit(self) -> int:
         """The connection's flow-control credit with the reserve for control and request streams."""
+
+    @property
+    def closed_by_us(self) -> bool:
+        """Whether our own application has closed the connection: it wants nothing more of it."""
+        return self.closed is not None and self.closed.application and not self.closed.remote
 
     @property
     def credit(self) -> int:
@@ -363,14 +369,13 @@ class BaseConnection(Connection, Generic[StreamT]):
         if self.closed is not None:
             return
         self.closed = why
-        drop = why.application and not why.remote
         if self._kick is not None:
             self._kick.cancel()
             self._kick = None
-        if drop:
+        if self.closed_by_us:
             self._incoming.clear()
         for stream in list(self._streams.values()):
-            stream.connection_ended(drop)
+            stream.connection_ended()
         self._streams.clear()
         self.feeder = None
         self.on_datagram = None
