@@ -433,6 +433,11 @@ class Reception:
         return sum(retrieval.assembly.received for retrieval in self._retrievals)
 
     @property
+    def reason(self) -> str:
+        """Why something is missing, as far as it is known; "" otherwise."""
+        return self._reason
+
+    @property
     def missing(self) -> list[Missing]:
         """What is announced, wanted, and not here."""
         return [pair for retrieval in self._retrievals for pair in retrieval.assembly.missing()]

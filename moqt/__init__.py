@@ -1,1 +1,94 @@
-"""Media over QUIC Transport (draft-22) for asyncio."""
+"""Media over QUIC Transport (draft-ietf-moq-transport-22) for asyncio.
+
+`connect` and `serve` make a `Session`; a `Track` in `Tracks` is what it offers, `subscribe` and `fetch` are what it asks for.
+"""
+
+from moqt.client import connect
+from moqt.errors import (
+    ConnectionLost,
+    DeadlineExceeded,
+    DoneCode,
+    LocationTaken,
+    MoqtError,
+    ProtocolError,
+    RequestCode,
+    RequestRejected,
+    ResetCode,
+    SessionClosed,
+    SessionCode,
+    StreamReset,
+    StreamStopped,
+    UsageError,
+)
+from moqt.filters import GroupOrder, Location, LocationFilter, RangeFilter, RangeKind
+from moqt.ledger import MalformedTrack
+from moqt.limits import Limits
+from moqt.names import FullTrackName, TrackNamespace
+from moqt.quic.api import QuicOptions
+from moqt.server import Server, serve
+from moqt.session import Session
+from moqt.subscribing import (
+    Announcement,
+    FetchStream,
+    Fill,
+    Item,
+    NamespaceEvent,
+    NamespaceWatch,
+    RangeNotice,
+    ReceivedObject,
+    StreamEnd,
+    Subscription,
+    TrackStatusResult,
+)
+from moqt.track import StoredObject, Track, Tracks
+from moqt.uri import MoqtUri
+from moqt.wire import ObjectStatus, RangeStatus, Token
+
+__all__ = [
+    "Announcement",
+    "ConnectionLost",
+    "DeadlineExceeded",
+    "DoneCode",
+    "FetchStream",
+    "Fill",
+    "FullTrackName",
+    "GroupOrder",
+    "Item",
+    "Limits",
+    "Location",
+    "LocationFilter",
+    "LocationTaken",
+    "MalformedTrack",
+    "MoqtError",
+    "MoqtUri",
+    "NamespaceEvent",
+    "NamespaceWatch",
+    "ObjectStatus",
+    "ProtocolError",
+    "QuicOptions",
+    "RangeFilter",
+    "RangeKind",
+    "RangeNotice",
+    "RangeStatus",
+    "ReceivedObject",
+    "RequestCode",
+    "RequestRejected",
+    "ResetCode",
+    "Server",
+    "Session",
+    "SessionClosed",
+    "SessionCode",
+    "StoredObject",
+    "StreamEnd",
+    "StreamReset",
+    "StreamStopped",
+    "Subscription",
+    "Token",
+    "Track",
+    "TrackNamespace",
+    "TrackStatusResult",
+    "Tracks",
+    "UsageError",
+    "connect",
+    "serve",
+]

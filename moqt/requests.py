@@ -88,7 +88,12 @@ class RequestStream:
         while not self._received:
             if self._cancelled is not None:
                 raise StreamReset(self._cancelled)
-            data = await self.stream.read()
+            try:
+                data = await self.stream.read()
+            except UsageError:
+                if self._cancelled is None:
+                    raise
+                continue  # `cancel` stopped the stream while we waited.
             if not data:
                 self._decoder.finish()
                 if self.request is None:

@@ -309,7 +309,9 @@ class _Reception(OwnRequest):
                         if event.last and current is not None:
                             await self._take(current, buffer, fill, request_id)
                     elif type(event) is ObjectHeader:
-                        current, last, filled = event, event.location.object, 0
+                        current, filled = event, 0
+                        if event.status is ObjectStatus.NORMAL:
+                            last = event.location.object
                         if event.size > self.session.limits.max_object_size:
                             stream.stop(ResetCode.EXCESSIVE_LOAD)
                             raise StreamReset(ResetCode.EXCESSIVE_LOAD)

@@ -1,0 +1,249 @@
+"""`python -m kvcs.publish`: publish the KV cache in a file."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import moqt
+from kvcs import files
+from kvcs.console import EXIT_CODES, Console, ExitCode, add_common, options_of, run, tokens_of, until_told
+from kvcs.identity import ScopeKey
+from kvcs.publisher import Publication, Publisher
+from moqt.errors import DoneCode, MoqtError, UsageError
+
+DESCRIPTION = """\
+Publish the KV cache in a file as tracks over MOQT, layer by layer, and serve it until told to go.
+
+The file is .safetensors with the tensors layers.{i}.k and layers.{i}.v of shape [tokens, kv_heads, head_dim],
+an integer tensor "tokens", and the Compatibility Descriptor as JSON under "descriptor" in the metadata; .npz
+is read too where it keeps the dtype. Subscribers find the cache from the tokens and the scope key alone.
+
+  python certs/make.py                          # a development CA and a server certificate
+  openssl rand -hex 32 > scope.key
+  python -m kvcs.publish cache.safetensors --listen localhost:4433 \\
+      --cert certs/cert.pem --key certs/key.pem --scope-key scope.key
+"""
+
+LEAVING = 5.0
+"""Seconds for subscribers to take what was sent before the end."""
+
+BACK_OFF = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""Seconds between attempts to reach a relay again; the last is repeated."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    result = argparse.ArgumentParser(
+        prog="python -m kvcs.publish",
+        description=DESCRIPTION,
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    result.add_argument("cache", metavar="CACHE", type=Path, help="the cache file, .safetensors or .npz")
+    where = result.add_mutually_exclusive_group(required=True)
+    where.add_argument(
+        "--listen", metavar="HOST:PORT", help="wait for subscribers here; [::]:PORT for all addresses"
+    )
+    where.add_argument("--connect", metavar="URI", help="publish to the relay at this moqt:// address")
+    result.add_argument("--cert", metavar="FILE", type=Path, help="with --listen: the certificate chain, PEM")
+    result.add_argument("--key", metavar="FILE", type=Path, help="with --listen: its private key, PEM")
+    result.add_argument(
+        "--codec",
+        metavar="NAME",
+        action="append",
+        help='offer "k" and "v" tracks in this codec; may be repeated (default: raw)',
+    )
+    result.add_argument(
+        "--kv",
+        metavar="CODEC",
+        action="append",
+        help='offer a "kv" track in this codec as well; may be repeated',
+    )
+    result.add_argument(
+        "--layer-interval",
+        metavar="SECONDS",
+        type=float,
+        default=0.0,
+        help="wait this long before each layer, as a prefill would (default: publish at once)",
+    )
+    result.add_argument(
+        "--retention", metavar="SECONDS", type=float, help="how long relays may keep the cache"
+    )
+    result.add_argument(
+        "--serve-for",
+        metavar="SECONDS",
+        type=float,
+        help="leave after this time (default: at SIGINT or SIGTERM)",
+    )
+    result.add_argument(
+        "--descriptor",
+        metavar="FILE",
+        type=Path,
+        help="the Compatibility Descriptor, for a file that holds none",
+    )
+    add_common(result)
+    return result
+
+
+async def publish(arguments: argparse.Namespace, console: Console) -> int:
+    """Publish the file; the exit code."""
+    descriptor = files.read_descriptor(arguments.descriptor) if arguments.descriptor else None
+    cache = files.read(arguments.cache, descriptor=descriptor)
+    if sorted(cache.layers) != list(range(cache.descriptor.layers)):
+        raise UsageError(
+            f"{arguments.cache} holds {len(cache.layers)} of {cache.descriptor.layers} layers; only a whole cache can be published"
+        )
+    publisher = Publisher(
+        cache.descriptor,
+        ScopeKey.from_file(arguments.scope_key),
+        codecs=arguments.codec or ["raw"],
+        joint_codecs=arguments.kv or [],
+        retention=arguments.retention,
+    )
+    async with AsyncExitStack() as stack:
+        endpoint = _listening if arguments.listen else _connected
+        leave = await stack.enter_async_context(endpoint(arguments, publisher, console))
+        publication = publisher.publish(cache.tokens)
+        segment = publication.segment
+        console.tell(
+            "publication",
+            f"publication {publication.name.publication_id.hex()}: {segment.blocks} blocks of "
+            f"{cache.descriptor.block_tokens} tokens, {cache.descriptor.layers} layers"
+            + (f"; the last {segment.tail} tokens fill no block and are not sent" if segment.tail else ""),
+            publication_id=publication.name.publication_id.hex(),
+            blocks=segment.blocks,
+            layers=cache.descriptor.layers,
+            tail_tokens=segment.tail,
+        )
+        work = asyncio.create_task(_put_layers(arguments, cache, publication, console))
+        told = asyncio.create_task(until_told(arguments.serve_for))
+        try:
+            await asyncio.wait((work, told), return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+            reason = await told
+        finally:
+            for task in (work, told):
+                task.cancel()
+            await asyncio.gather(work, told, return_exceptions=True)
+        publication.close()
+        await leave()
+        console.tell("end", f"{reason}: left", reason=reason, complete=segment.complete)
+    return ExitCode.OK
+
+
+async def _put_layers(
+    arguments: argparse.Namespace, cache: files.CacheFile, publication: Publication, console: Console
+) -> None:
+    started = time.monotonic()
+    console.progress(len(cache.layers), "published")
+    for layer, (k, v) in cache.layers.items():
+        if arguments.layer_interval:
+            await asyncio.sleep(arguments.layer_interval)
+        await publication.segment.put_layer(layer, k, v if v.shape[2] else None)
+        console.step(f"layer {layer}")
+    console.close()
+    console.tell(
+        "complete",
+        f"all {len(cache.layers)} layers are published after {time.monotonic() - started:.1f} s; serving until told to go",
+        seconds=round(time.monotonic() - started, 3),
+    )
+
+
+@asynccontextmanager
+async def _listening(
+    arguments: argparse.Namespace, publisher: Publisher, console: Console
+) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+    if arguments.cert is None or arguments.key is None:
+        raise UsageError("--listen needs --cert and --key: python certs/make.py makes a pair for development")
+    host, port = _host_and_port(arguments.listen)
+    async with moqt.serve(
+        host,
+        port,
+        certificate=arguments.cert,
+        key=arguments.key,
+        tracks=publisher.tracks,
+        options=options_of(arguments),
+    ) as server:
+        console.tell(
+            "listening",
+            f"listening on {', '.join(server.addresses)}",
+            addresses=server.addresses,
+            port=server.port,
+        )
+        yield lambda: server.finish(DoneCode.GOING_AWAY, deadline=LEAVING)
+
+
+@asynccontextmanager
+async def _connected(
+    arguments: argparse.Namespace, publisher: Publisher, console: Console
+) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+    """A session with a relay, dialled again whenever it is lost."""
+    current: list[moqt.Session] = []
+    up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def keep() -> None:
+        attempt = 0
+        while True:
+            try:
+                async with moqt.connect(
+                    arguments.connect,
+                    ca=arguments.ca,
+                    tracks=publisher.tracks,
+                    announce=True,
+                    tokens=tokens_of(arguments),
+                    options=options_of(arguments),
+                ) as session:
+                    current[:] = [session]
+                    attempt = 0
+                    console.tell("connected", f"connected to {arguments.connect}", uri=arguments.connect)
+                    if not up.done():
+                        up.set_result(None)
+                    error: MoqtError = await session.wait_closed()
+            except MoqtError as failure:
+                if not up.done():
+                    up.set_exception(failure)
+                    return
+                error = failure
+            current.clear()
+            pause = BACK_OFF[min(attempt, len(BACK_OFF) - 1)]
+            attempt += 1
+            console.tell("lost", f"{error}; trying again in {pause:g} s", error=str(error), pause=pause)
+            await asyncio.sleep(pause)
+
+    async def leave() -> None:
+        for session in current:
+            await session.finish(DoneCode.GOING_AWAY, deadline=LEAVING)
+
+    keeper = asyncio.create_task(keep())
+    try:
+        await up
+        yield leave
+    finally:
+        keeper.cancel()
+        await asyncio.gather(keeper, return_exceptions=True)
+
+
+def _host_and_port(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise UsageError(f'--listen takes HOST:PORT, such as localhost:4433 or [::]:4433, not "{text}"')
+    return host, int(port)
+
+
+def main() -> int:
+    """The command."""
+    arguments = parser().parse_args()
+    console = Console(as_json=arguments.json)
+    return run(lambda: publish(arguments, console), console, arguments.verbose)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
