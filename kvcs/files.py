@@ -109,6 +109,20 @@ def read(path: str | Path, *, descriptor: Descriptor | None = None) -> CacheFile
     return cache
 
 
+def check_writable(path: str | Path, descriptor: Descriptor) -> None:
+    """Raise FileFault where `write` could not write a cache of `descriptor`: to know it before the work."""
+    path = Path(path)
+    _format(path)
+    if advice := _advice(path, descriptor):
+        raise FileFault(f"cache file {path}{advice}")
+    if path.is_dir():
+        raise FileFault(f"cache file {path}: not written: it is a directory")
+    if not path.parent.is_dir():
+        raise FileFault(f"cache file {path}: not written: there is no directory {path.parent}")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise FileFault(f"cache file {path}: not written: no permission to write into {path.parent}")
+
+
 def write(path: str | Path, cache: CacheFile) -> None:
     """Write a cache file, .safetensors or .npz: whole or not at all, readable by its owner only.
 
@@ -116,9 +130,8 @@ def write(path: str | Path, cache: CacheFile) -> None:
     fit its descriptor, and FileFault.
     """
     path = Path(path)
+    check_writable(path, cache.descriptor)
     _, writer = _format(path)
-    if advice := _advice(path, cache.descriptor):
-        raise FileFault(f"cache file {path}{advice}")
     cache.check()
     tensors: dict[str, Tensor] = {"tokens": token_array(cache.tokens)}
     for layer in sorted(cache.layers):

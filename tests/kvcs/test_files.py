@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvcs.errors import FileFault, InvalidTensor, InvalidTokens
-from kvcs.files import CacheFile, read, read_descriptor, read_tokens, write
+from kvcs.files import CacheFile, check_writable, read, read_descriptor, read_tokens, write
 from kvcs.identity import DTYPES, Descriptor
 from kvcs.layout import NUMPY_DTYPES, Geometry, Order, Tensor, to_blocks
 
@@ -218,9 +218,22 @@ def test_failed_write_leaves_the_old_file(
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
-def test_no_such_directory(tmp_path: Path, suffix: str) -> None:
-    with pytest.raises(FileFault, match="not written"):
-        write(tmp_path / "missing" / f"a{suffix}", cache("float16"))
+def test_what_cannot_be_written_is_known_beforehand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    (tmp_path / f"directory{suffix}").mkdir()
+    descriptor = described("float16")
+    check_writable(tmp_path / f"a{suffix}", descriptor)
+    for name, says in ((f"missing/a{suffix}", "no directory"), (f"directory{suffix}", "is a directory")):
+        with pytest.raises(FileFault, match=says):
+            check_writable(tmp_path / name, descriptor)
+        with pytest.raises(FileFault, match=says):
+            write(tmp_path / name, cache("float16"))
+    with pytest.raises(FileFault, match="ends in"):
+        check_writable(tmp_path / "a.pt", descriptor)
+    monkeypatch.setattr(os, "access", lambda *_: False)  # the tests may run as root
+    with pytest.raises(FileFault, match="no permission"):
+        check_writable(tmp_path / f"a{suffix}", descriptor)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
