@@ -24,6 +24,7 @@ from moqt.quic.api import QuicOptions
 from moqt.wire import AliasType, Token
 
 __all__ = [
+    "EXIT_CODES",
     "Console",
     "ExitCode",
     "add_common",
@@ -66,13 +67,13 @@ def add_common(parser: argparse.ArgumentParser) -> None:
         "--ca",
         metavar="FILE",
         type=Path,
-        help="certificate authorities to trust, PEM (default: the system's)",
+        help="CA certificates to trust, PEM (default: the system's)",
     )
     parser.add_argument(
         "--token",
         metavar="FILE",
         type=Path,
-        help="file with the authorization token (CAT) that a relay asks for",
+        help="file with the token (CAT) that a relay asks for",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object a line, for machines")
     parser.add_argument("--qlog", metavar="DIR", type=Path, help="write qlog files of the connections to DIR")
@@ -81,7 +82,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
         metavar="OCTETS",
         type=int,
         default=QuicOptions().max_datagram_size,
-        help="UDP payload: 1452 suits any Ethernet; with jumbo frames 8900 is about 4 times as fast (default: %(default)s)",
+        help="UDP payload; up to 8900 with jumbo frames, 16000 on loopback (default: %(default)s)",
     )
     parser.add_argument("-v", "--verbose", action="count", default=0, help="log more (twice: everything)")
 

@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("cache", metavar="CACHE", type=Path, help="the cache file, .safetensors or .npz")
     where = result.add_mutually_exclusive_group(required=True)
     where.add_argument(
-        "--listen", metavar="HOST:PORT", help="wait for subscribers here; [::]:PORT for all addresses"
+        "--listen", metavar="HOST:PORT", help="wait for subscribers here ([::]:PORT: everywhere)"
     )
     where.add_argument("--connect", metavar="URI", help="publish to the relay at this moqt:// address")
     result.add_argument("--cert", metavar="FILE", type=Path, help="with --listen: the certificate chain, PEM")
@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
         "--kv",
         metavar="CODEC",
         action="append",
-        help='offer a "kv" track in this codec as well; may be repeated',
+        help='offer a "kv" track in this codec too; may be repeated',
     )
     result.add_argument(
         "--layer-interval",
@@ -72,20 +72,18 @@ def parser() -> argparse.ArgumentParser:
         default=0.0,
         help="wait this long before each layer, as a prefill would (default: publish at once)",
     )
-    result.add_argument(
-        "--retention", metavar="SECONDS", type=float, help="how long relays may keep the cache"
-    )
+    result.add_argument("--retention", metavar="SECONDS", type=float, help="how long relays may keep it")
     result.add_argument(
         "--serve-for",
         metavar="SECONDS",
         type=float,
-        help="leave after this time (default: at SIGINT or SIGTERM)",
+        help="leave then (default: at SIGINT or SIGTERM)",
     )
     result.add_argument(
         "--descriptor",
         metavar="FILE",
         type=Path,
-        help="the Compatibility Descriptor, for a file that holds none",
+        help="its Compatibility Descriptor, if it holds none",
     )
     add_common(result)
     return result
@@ -97,7 +95,8 @@ async def publish(arguments: argparse.Namespace, console: Console) -> int:
     cache = files.read(arguments.cache, descriptor=descriptor)
     if sorted(cache.layers) != list(range(cache.descriptor.layers)):
         raise UsageError(
-            f"{arguments.cache} holds {len(cache.layers)} of {cache.descriptor.layers} layers; only a whole cache can be published"
+            f"{arguments.cache} holds {len(cache.layers)} of {cache.descriptor.layers} layers; "
+            "only a whole cache can be published"
         )
     publisher = Publisher(
         cache.descriptor,
@@ -149,10 +148,11 @@ async def _put_layers(
         await publication.segment.put_layer(layer, k, v if v.shape[2] else None)
         console.step(f"layer {layer}")
     console.close()
+    seconds = time.monotonic() - started
     console.tell(
         "complete",
-        f"all {len(cache.layers)} layers are published after {time.monotonic() - started:.1f} s; serving until told to go",
-        seconds=round(time.monotonic() - started, 3),
+        f"all {len(cache.layers)} layers are published after {seconds:.1f} s; serving until told to go",
+        seconds=round(seconds, 3),
     )
 
 

@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         type=Path,
         required=True,
-        help="the model's Compatibility Descriptor, JSON",
+        help="Compatibility Descriptor of the model, JSON",
     )
     result.add_argument(
         "--output",
@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--partial",
         action="store_true",
-        help="write what is usable even if something is missing (exit code 3 still)",
+        help="write what is usable if something is missing (still exit code 3)",
     )
     result.add_argument(
         "--wait",

@@ -1,6 +1,7 @@
 """Media over QUIC Transport (draft-ietf-moq-transport-22) for asyncio.
 
-`connect` and `serve` make a `Session`; a `Track` in `Tracks` is what it offers, `subscribe` and `fetch` are what it asks for.
+`connect` and `serve` make a `Session`; a `Track` in `Tracks` is what it offers, `subscribe` and `fetch` are
+what it asks for.
 """
 
 from moqt.client import connect
