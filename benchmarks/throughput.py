@@ -33,7 +33,10 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from kvcs.identity import Descriptor
 
 # A child's ru_maxrss starts from the peak of the process that started it, so this module imports little: what
 # a row needs is imported by its functions.
@@ -53,6 +56,8 @@ class Settings:
     tcp_size: int
     object_size: int
     layers: int
+    datagram_size: int
+    """Of the kvcs row; the aioquic yardstick always has MAX_DATAGRAM_SIZE."""
     directory: Path
     """Holds ca.pem, cert.pem and key.pem."""
 
@@ -232,9 +237,91 @@ async def sink_aioquic(control: Control, port: int) -> None:
         control.finished()
 
 
+def _descriptor(settings: Settings) -> Descriptor:
+    """8 heads of 128 bfloat16 elements: 2 KiB a token and component, so that an Object has the asked size."""
+    from kvcs.identity import Descriptor
+
+    digest = "0" * 64
+    return Descriptor.parse(
+        {
+            "profile": "kvsp-lp1",
+            "model": "benchmark",
+            "model_sha256": digest,
+            "tokenizer_sha256": digest,
+            "adapter_sha256": None,
+            "attention": "gqa",
+            "layers": settings.layers,
+            "kv_heads": 8,
+            "head_dim": 128,
+            "dtype": "bfloat16",
+            "block_tokens": settings.object_size // 2048,
+            "layout": "thd-le",
+            "position": {"kind": "none"},
+            "window": 0,
+            "kv_scales_sha256": None,
+        }
+    )
+
+
+def _tokens(settings: Settings) -> range:
+    return range(settings.size // (2 * settings.layers * 2048))
+
+
+async def publish_kvcs(control: Control) -> None:
+    """The product: all layers published before "go", then served by FETCH."""
+    import numpy as np
+
+    import moqt
+    from kvcs.identity import ScopeKey
+    from kvcs.publisher import Publisher
+
+    settings = control.settings
+    publisher = Publisher(_descriptor(settings), ScopeKey(bytes(32)))
+    publication = publisher.publish(_tokens(settings))
+    random = np.random.default_rng(0)
+    shape = (len(_tokens(settings)), 8, 128)
+    for layer in range(settings.layers):
+        k, v = (
+            np.frombuffer(random.bytes(2 * shape[0] * 8 * 128), publisher.geometry.dtype).reshape(shape)
+            for _ in "kv"
+        )
+        await publication.segment.put_layer(layer, k, v)
+    directory = settings.directory
+    async with moqt.serve(
+        HOST,
+        0,
+        certificate=directory / "cert.pem",
+        key=directory / "key.pem",
+        tracks=publisher.tracks,
+        options=moqt.QuicOptions(max_datagram_size=settings.datagram_size),
+    ) as server:
+        await control.serve(server.port)
+
+
+async def sink_kvcs(control: Control, port: int) -> None:
+    """Discovery, manifest, every check of every Object, and each layer dropped when it is handed over."""
+    import moqt
+    from kvcs.identity import ScopeKey
+    from kvcs.subscriber import Subscriber
+
+    settings = control.settings
+    options = moqt.QuicOptions(max_datagram_size=settings.datagram_size)
+    async with moqt.connect(
+        f"moqt://{HOST}:{port}/", ca=settings.directory / "ca.pem", options=options
+    ) as session:
+        subscriber = Subscriber(session, _descriptor(settings), ScopeKey(bytes(32)))
+        await control.go()
+        async with await subscriber.receive(_tokens(settings)) as reception:
+            async for layer in reception:
+                assert layer.v is not None
+                control.received(layer.k.nbytes + layer.v.nbytes)
+        control.finished()
+
+
 TCP: Final = Row("TCP, asyncio streams", publish_tcp, sink_tcp)
 AIOQUIC: Final = Row("aioquic, one uni stream", publish_aioquic, sink_aioquic)
-ROWS: Final = (TCP, AIOQUIC)
+KVCS: Final = Row("kvcs, digests checked", publish_kvcs, sink_kvcs)
+ROWS: Final = (TCP, AIOQUIC, KVCS)
 
 
 def child(row: Row, settings: Settings, pipe: Connection, port: int | None) -> None:
@@ -374,10 +461,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="data of one Object (default: %(default)s KiB)",
     )
     parser.add_argument("--layers", type=int, default=64, help="layers of the cache (default: %(default)s)")
+    parser.add_argument(
+        "--datagram-size",
+        type=int,
+        default=MAX_DATAGRAM_SIZE,
+        metavar="OCTETS",
+        help="UDP payload of the kvcs row (default: %(default)s)",
+    )
     options = parser.parse_args(arguments)
     print(machine())
     print(
-        f"loopback, {options.rounds} rounds, QUIC with {MAX_DATAGRAM_SIZE}-octet datagrams, Objects of "
+        f"loopback, {options.rounds} rounds, {options.datagram_size}-octet datagrams, Objects of "
         f"{options.object_size} KiB, {options.layers} layers\n"
     )
     with tempfile.TemporaryDirectory() as directory:
@@ -389,6 +483,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             tcp_size=options.tcp_size << 20,
             object_size=options.object_size << 10,
             layers=options.layers,
+            datagram_size=options.datagram_size,
             directory=Path(directory),
         )
         rounds = [{row.name: measure(row, settings) for row in ROWS} for _ in range(options.rounds)]
