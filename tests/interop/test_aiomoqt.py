@@ -17,13 +17,18 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 import moqt
 from certs.make import CertificateFiles, make
+from kvcs.identity import Descriptor, ScopeKey
+from kvcs.publisher import Publication, Publisher
+from kvcs.subscriber import Subscriber
 from moqt.errors import DoneCode, RequestCode, RequestRejected
 from moqt.filters import GroupOrder, Location, LocationFilter, RangeFilter, RangeKind
-from moqt.names import FullTrackName
+from moqt.names import FullTrackName, TrackNamespace
 from moqt.track import Track, Tracks
 from moqt.wire import ObjectStatus
 
@@ -131,40 +136,46 @@ def digests(events: list[dict[str, Any]]) -> dict[tuple[int, int], str]:
     return {(event["group"], event["object"]): event["sha256"] for event in events}
 
 
+def in_hex(namespace: TrackNamespace) -> list[str]:
+    return [field.hex() for field in namespace]
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> CertificateFiles:
     return make(tmp_path_factory.mktemp("interop"))
 
 
 @asynccontextmanager
-async def aiomoqt_publisher(
-    files: CertificateFiles, directory: Path, before: int
+async def aiomoqt_serving(
+    files: CertificateFiles, directory: Path, tracks: list[dict[str, Any]]
 ) -> AsyncIterator[tuple[Peer, str]]:
-    """aiomoqt's publisher and its URI. The Track ends after its Objects."""
-    groups = [
-        {"group": group, "objects": [{"object": i, "hex": payload(group, i).hex()} for i in range(OBJECTS)]}
-        for group in range(GROUPS)
-    ]
-    track = {
-        "namespace": [field.hex() for field in NAMESPACE],
-        "name": "k.raw.s0",
-        "before": before,
-        "groups": groups,
-    }
-    tracks = directory / "tracks.json"
-    tracks.write_text(json.dumps({"tracks": [track]}))
+    """aiomoqt's publisher of these Tracks (as its script describes them), and its URI."""
+    file = directory / "tracks.json"
+    file.write_text(json.dumps({"tracks": tracks}))
     async with Peer.running(
-        "aiomoqt_publisher.py", tracks, "--cert", files.certificate, "--key", files.key
+        "aiomoqt_publisher.py", file, "--cert", files.certificate, "--key", files.key
     ) as peer:
         ready = await peer.until("ready")
         yield peer, f"moqt://127.0.0.1:{ready['port']}/moq"
 
 
-def aiomoqt_client(script: str, uri: str, files: CertificateFiles, *arguments: str) -> Any:
-    """aiomoqt's subscriber or fetcher, on the one Track of these tests."""
-    namespace = ",".join(field.hex() for field in NAMESPACE)
+def aiomoqt_publisher(files: CertificateFiles, directory: Path, before: int) -> Any:
+    """aiomoqt's publisher of the one Track of these tests, which ends after its Objects."""
+    groups = [
+        {"group": group, "objects": [{"object": i, "hex": payload(group, i).hex()} for i in range(OBJECTS)]}
+        for group in range(GROUPS)
+    ]
+    track = {"namespace": in_hex(NAMESPACE), "name": "k.raw.s0", "before": before, "groups": groups}
+    return aiomoqt_serving(files, directory, [track])
+
+
+def aiomoqt_client(
+    script: str, uri: str, files: CertificateFiles, *arguments: str, track: FullTrackName = NAME
+) -> Any:
+    """aiomoqt's subscriber or fetcher."""
+    namespace = ",".join(in_hex(track.namespace))
     return Peer.running(
-        script, uri, "--ca", files.ca, "--namespace", namespace, "--name", "k.raw.s0", *arguments
+        script, uri, "--ca", files.ca, "--namespace", namespace, "--name", track.name.decode(), *arguments
     )
 
 
@@ -227,7 +238,7 @@ async def test_aiomoqt_subscriber_gets_our_track_exactly_once(files: Certificate
         aiomoqt_client("aiomoqt_subscriber.py", uri, files, "--discover", "4") as subscriber,
     ):
         found = await subscriber.until("namespace")
-        assert found["namespace"] == [field.hex() for field in NAMESPACE]
+        assert found["namespace"] == in_hex(NAMESPACE)
         ok = await subscriber.until("subscribe_ok")
         assert ok["largest"] == (list(LOCATIONS[before - 1]) if before else None)
         if ours.pending:
@@ -367,3 +378,108 @@ async def test_we_discover_and_ask_about_a_track_of_aiomoqt(files: CertificateFi
         with pytest.raises(RequestRejected) as rejection:
             await session.subscribe(FullTrackName(NAMESPACE, b"nothing"))
         assert rejection.value.code == RequestCode.DOES_NOT_EXIST
+
+
+LAYERS, BLOCKS, BLOCK_TOKENS = 4, 3, 16
+DIGEST = "0" * 64
+DESCRIPTOR = Descriptor.parse(
+    {
+        "profile": "kvsp-lp1",
+        "model": "interop",
+        "model_sha256": DIGEST,
+        "tokenizer_sha256": DIGEST,
+        "adapter_sha256": None,
+        "attention": "gqa",
+        "layers": LAYERS,
+        "kv_heads": 2,
+        "head_dim": 64,
+        "dtype": "float16",
+        "block_tokens": BLOCK_TOKENS,
+        "layout": "thd-le",
+        "position": {"kind": "none"},
+        "window": 0,
+        "kv_scales_sha256": None,
+    }
+)
+SCOPE_KEY = ScopeKey(bytes(range(32)))
+TOKENS = list(range(1000, 1000 + BLOCKS * BLOCK_TOKENS))
+
+
+async def published_cache() -> tuple[Publication, list[tuple[NDArray[np.float16], NDArray[np.float16]]]]:
+    """A completed publication, and K and V of its layers."""
+    generator = np.random.default_rng(22)
+    shape = (len(TOKENS), 2, 64)
+    layers = [
+        (generator.random(shape).astype(np.float16), generator.random(shape).astype(np.float16))
+        for _ in range(LAYERS)
+    ]
+    publication = Publisher(DESCRIPTOR, SCOPE_KEY).publish(TOKENS)
+    for layer, (k, v) in enumerate(layers):
+        await publication.segment.put_layer(layer, k, v)
+    return publication, layers
+
+
+def stored(track: Track) -> dict[tuple[int, int], bytes]:
+    """The payload of every Object of one of our Tracks, by Group and Object ID."""
+    assert track.largest is not None
+    items = track.objects(Location(0, 0), track.largest)
+    return {(item.location.group, item.location.object): b"".join(item.payload) for item in items}
+
+
+async def test_aiomoqt_subscriber_gets_a_cache_of_kvcs(files: CertificateFiles) -> None:
+    publication, _ = await published_cache()
+    tracks = publication.publisher.tracks
+    async with asyncio.timeout(DEADLINE), our_publisher(files, tracks) as uri:
+        for track in tracks:
+            payloads = stored(track)
+            async with aiomoqt_client(
+                "aiomoqt_subscriber.py",
+                uri,
+                files,
+                *("--fill", "groups:1" if track.name.name == b"manifest" else "all"),
+                *("--objects", "1" if track.name.name == b"manifest" else str(len(payloads))),
+                track=track.name,
+            ) as subscriber:
+                await subscriber.result()
+            wanted = {location: hashlib.sha256(payloads[location]).hexdigest() for location in payloads}
+            if track.name.name == b"manifest":
+                wanted = dict([max(wanted.items())])
+            assert digests(subscriber.objects()) == wanted
+            assert len(subscriber.objects()) == len(wanted)
+
+
+@pytest.mark.parametrize("blocks", [BLOCKS, 2])
+async def test_kvcs_subscriber_gets_a_cache_from_aiomoqt(
+    files: CertificateFiles, tmp_path: Path, blocks: int
+) -> None:
+    """Discovery, manifest, and layers; with fewer blocks by OBJECTID_FILTER."""
+    publication, layers = await published_cache()
+    tracks = [
+        {
+            "namespace": in_hex(track.name.namespace),
+            "name": track.name.name.decode(),
+            "end_of_track": track.ended is not None,
+            "groups": [
+                {"group": group, "objects": [{"object": object_id, "hex": data.hex()}]}
+                for (group, object_id), data in stored(track).items()
+            ],
+        }
+        for track in publication.publisher.tracks
+    ]
+    async with (
+        asyncio.timeout(DEADLINE),
+        aiomoqt_serving(files, tmp_path, tracks) as (peer, uri),
+        moqt.connect(uri, ca=files.ca) as session,
+        await Subscriber(session, DESCRIPTOR, SCOPE_KEY).receive(TOKENS, blocks=blocks) as reception,
+    ):
+        received = [layer async for layer in reception]
+        assert reception.publication == publication.name
+        assert not reception.missing
+        assert not reception.rejected
+    assert [layer.layer for layer in received] == list(range(LAYERS))
+    for layer, (k, v) in zip(received, layers, strict=True):
+        assert layer.v is not None
+        assert layer.k.tobytes() == k[: blocks * BLOCK_TOKENS].tobytes()
+        assert layer.v.tobytes() == v[: blocks * BLOCK_TOKENS].tobytes()
+    fetched = {event["name"]: event["objects"] for event in peer.events if event["event"] == "fetched"}
+    assert fetched == dict.fromkeys(("k.raw.s0", "v.raw.s0"), LAYERS * blocks)
