@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import multiprocessing
+import os
 import platform
 import resource
 import statistics
@@ -278,11 +279,10 @@ async def publish_kvcs(control: Control) -> None:
     settings = control.settings
     publisher = Publisher(_descriptor(settings), ScopeKey(bytes(32)))
     publication = publisher.publish(_tokens(settings))
-    random = np.random.default_rng(0)
     shape = (len(_tokens(settings)), 8, 128)
     for layer in range(settings.layers):
         k, v = (
-            np.frombuffer(random.bytes(2 * shape[0] * 8 * 128), publisher.geometry.dtype).reshape(shape)
+            np.frombuffer(os.urandom(2 * shape[0] * 8 * 128), publisher.geometry.dtype).reshape(shape)
             for _ in "kv"
         )
         await publication.segment.put_layer(layer, k, v)

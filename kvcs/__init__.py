@@ -1,1 +1,57 @@
-"""KV Cache Streaming over MOQT."""
+"""KV Cache Streaming over MOQT: publish the KV cache of a language model, and receive it layer by layer.
+
+`Publisher` and `Subscriber` are where to start; `moqt.serve` and `moqt.connect` make the sessions they need.
+"""
+
+from kvcs.assembly import Layer, Missing
+from kvcs.discovery import Found, discover, discover_in_scope
+from kvcs.errors import (
+    FileFault,
+    InvalidDescriptor,
+    InvalidName,
+    InvalidTensor,
+    InvalidTokens,
+    InvalidValue,
+    KvcsError,
+    ManifestRejected,
+    ObjectRejected,
+    PeerFault,
+)
+from kvcs.identity import Descriptor, ScopeKey, block_keys
+from kvcs.layout import Order
+from kvcs.manifest import Manifest
+from kvcs.names import DataTrack, PublicationName
+from kvcs.publisher import Publication, Publisher, Segment
+from kvcs.subscriber import CacheIncomplete, NothingFound, Reception, Subscriber
+
+__all__ = [
+    "CacheIncomplete",
+    "DataTrack",
+    "Descriptor",
+    "FileFault",
+    "Found",
+    "InvalidDescriptor",
+    "InvalidName",
+    "InvalidTensor",
+    "InvalidTokens",
+    "InvalidValue",
+    "KvcsError",
+    "Layer",
+    "Manifest",
+    "ManifestRejected",
+    "Missing",
+    "NothingFound",
+    "ObjectRejected",
+    "Order",
+    "PeerFault",
+    "Publication",
+    "PublicationName",
+    "Publisher",
+    "Reception",
+    "ScopeKey",
+    "Segment",
+    "Subscriber",
+    "block_keys",
+    "discover",
+    "discover_in_scope",
+]
