@@ -161,16 +161,9 @@ class MessageDecoder:
         if message_type is Goaway:
             self._going_away = True
         elif not self._control and self.request is None:
-            self.request = _as_request(message_type)
+            [self.request] = [request for request in REQUESTS if request is message_type]
         elif message_type in (RequestOk, RequestError, SubscribeOk, FetchOk):
             self._replied = True
-
-
-def _as_request(message_type: type[Message]) -> type[Request]:
-    for request in REQUESTS:
-        if request is message_type:
-            return request
-    raise AssertionError(f"{message_type.__name__} is not a request")
 
 
 def _violation(reason: str) -> ProtocolError:
