@@ -155,6 +155,8 @@ def run(main: Callable[[], Coroutine[Any, Any, int]], console: Console, verbose:
     """Run a command to its exit code; what is raised becomes a sentence."""
     level = (logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)]
     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    # aioquic warns of TLS failures, which come as exceptions with a better text.
+    logging.getLogger("quic").setLevel(level if verbose else logging.ERROR)
     try:
         return asyncio.run(main())
     except KeyboardInterrupt:
