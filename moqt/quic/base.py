@@ -100,10 +100,10 @@ class BaseStream(Stream):
         while True:
             if self._connection.closed_by_us:
                 self._connection.check_open()
-            if self._reset_code is not None:
-                raise StreamReset(self._reset_code)
             if self.reading_stopped:
                 raise UsageError(f"reading of stream {self.id} was stopped")
+            if self._reset_code is not None:
+                raise StreamReset(self._reset_code)
             if self._chunks:
                 data = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
                 self._chunks.clear()

@@ -1,6 +1,6 @@
 """aioquic's sans-IO connection with our flow control, stream limits and sending order.
 
-EVERY use of a private attribute of aioquic stands in this module; so pyproject.toml pins aioquic < 1.8.
+EVERY use of a private attribute of aioquic stands here or in `moqt.quic.sending`; aioquic is pinned < 1.8.
 What differs from the `QuicConnection` that we derive from:
 
 - receive windows move when the application has read, where aioquic doubles them whenever data arrives;
@@ -14,7 +14,6 @@ What differs from the `QuicConnection` that we derive from:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Final, Protocol
 
 from aioquic import tls
@@ -34,16 +33,16 @@ from aioquic.quic.events import ConnectionTerminated, StreamReset
 from aioquic.quic.packet import (
     QuicErrorCode,
     QuicFrameType,
-    QuicPacketType,
     QuicStreamFrame,
     decode_packet_number,
 )
-from aioquic.quic.packet_builder import QuicDeliveryState, QuicPacketBuilder, QuicSentPacket
+from aioquic.quic.packet_builder import QuicDeliveryState, QuicPacketBuilder
 from aioquic.quic.recovery import MAX_ACK_RANGES, QuicPacketSpace
-from aioquic.quic.stream import FinalSizeError, QuicStream, QuicStreamSender, StreamFinishedError
+from aioquic.quic.stream import FinalSizeError, QuicStream, StreamFinishedError
 
 from moqt.quic.api import Buffer, QuicOptions
 from moqt.quic.base import worth_telling
+from moqt.quic.sending import DataPacket, Handlers, OrderedSender, Pacer, StreamState
 
 __all__ = ["Engine", "StreamState"]
 
@@ -63,13 +62,6 @@ KEY_UPDATE_PACKETS: Final = 1 << 22
 logging.getLogger("quic").addHandler(logging.NullHandler())
 
 
-class Sink(Protocol):
-    """Where what a stream brings goes."""
-
-    def received(self, data: bytes, fin: bool) -> None: ...
-    def received_reset(self, code: int) -> None: ...
-
-
 class Owner(Protocol):
     """Who is told of streams that come and go."""
 
@@ -78,121 +70,6 @@ class Owner(Protocol):
 
     def stream_done(self, stream_id: int) -> None:
         """A stream is over in both directions; what was received may be unread."""
-
-
-class StreamState:
-    """What the engine keeps of one stream that the application knows."""
-
-    __slots__ = ("consumed", "done", "prefix", "quic", "released", "sink", "urgent")
-
-    def __init__(self, quic: QuicStream, stream_id: int) -> None:
-        self.quic = quic
-        self.sink: Sink | None = None
-        self.consumed = 0
-        self.released = False
-        self.done = False
-        self.urgent = False
-        self.prefix = encode_uint_var(stream_id)
-
-    @property
-    def credit(self) -> int:
-        """Bytes that the stream's flow control allows beyond all handed over."""
-        return max(0, self.quic.max_stream_data_remote - self.quic.sender._buffer_stop)
-
-    @property
-    def unsent(self) -> int:
-        """Bytes handed over and not yet in a packet; 0 after a reset."""
-        sender = self.quic.sender
-        return 0 if sender._reset_error_code is not None else sender._buffer_stop - sender.highest_offset
-
-
-class OrderedSender(QuicStreamSender):
-    """A sending half that is quick in the usual case: bytes leave and are acknowledged in order.
-
-    Fresh bytes are those from `highest_offset` to `_buffer_stop`; `_pending` holds lost ranges only.
-    """
-
-    def write(self, data: Buffer, end_stream: bool = False) -> None:
-        if self._buffer_fin is not None or self._reset_error_code is not None:
-            raise RuntimeError("the sending side has ended")
-        if len(data):
-            self._buffer += data
-            self._buffer_stop += len(data)
-            self.buffer_is_empty = False
-        if end_stream:
-            self._buffer_fin = self._buffer_stop
-            self._pending_eof = True
-            self.buffer_is_empty = False
-
-    @property
-    def next_offset(self) -> int:
-        return self._pending[0].start if len(self._pending) else self.highest_offset
-
-    def take(self, size: int, max_offset: int) -> tuple[int, bytes, bool] | None:
-        """The next frame of at most `size` bytes, as (offset, data, fin); None if nothing may be sent."""
-        if len(self._pending):
-            start, stop = self._pending[0].start, self._pending[0].stop
-            if stop > start + size:
-                stop = start + size
-            if stop <= start:
-                return None
-            self._pending.subtract(start, stop)
-        else:
-            start = self.highest_offset
-            stop = min(self._buffer_stop, start + size, max_offset)
-            if stop > start:
-                self.highest_offset = stop
-            elif not (self._pending_eof and start == self._buffer_fin):
-                return None
-            else:
-                stop = start
-        fin = stop == self._buffer_fin
-        if fin:
-            self._pending_eof = False
-        if self.highest_offset == self._buffer_stop and not self._pending_eof and not len(self._pending):
-            self.buffer_is_empty = True
-        first = start - self._buffer_start
-        return start, bytes(self._buffer[first : first + stop - start]), fin
-
-    def on_data_delivery(self, delivery: QuicDeliveryState, start: int, stop: int, fin: bool) -> None:
-        if (
-            delivery is QuicDeliveryState.ACKED
-            and start == self._buffer_start
-            and not fin
-            and self._reset_error_code is None
-            and not len(self._acked)
-        ):
-            self._buffer_start = stop
-            del self._buffer[: stop - start]
-        else:
-            super().on_data_delivery(delivery, start, stop, fin)
-
-    def reset(self, error_code: int) -> None:
-        super().reset(error_code)
-        if self._reset_error_code is not None:
-            self._buffer.clear()
-
-
-class DataPacket(QuicSentPacket):
-    """A sent 1-RTT packet, made without the cost of a dataclass with factories."""
-
-    def __init__(
-        self,
-        packet_number: int,
-        sent_bytes: int,
-        delivery_handlers: list[tuple[Callable[..., None], tuple[object, ...]]],
-        quic_logger_frames: list[dict[str, object]],
-    ) -> None:
-        self.epoch = ONE_RTT
-        self.in_flight = True
-        self.is_ack_eliciting = True
-        self.is_crypto_packet = False
-        self.packet_number = packet_number
-        self.packet_type = QuicPacketType.ONE_RTT
-        self.sent_time = None
-        self.sent_bytes = sent_bytes
-        self.delivery_handlers = delivery_handlers
-        self.quic_logger_frames = quic_logger_frames
 
 
 class Engine(QuicConnection):
@@ -220,6 +97,7 @@ class Engine(QuicConnection):
             (self._local_max_streams_uni, options.max_uni_streams),
         ):
             limit.value = limit.sent = streams
+        self._loss._pacer = Pacer(max_datagram_size=self._max_datagram_size)
         self.unsent = 0
         self._owner = owner
         self._window = options.max_data
@@ -528,7 +406,7 @@ class Engine(QuicConnection):
             if self._pacing_at is not None:
                 return
             frames: list[bytes] = []
-            handlers: list[tuple[Callable[..., None], tuple[object, ...]]] = []
+            handlers: Handlers = []
             log: list[dict[str, object]] = []
             room = size - overhead
             for queue in queues:
@@ -556,7 +434,7 @@ class Engine(QuicConnection):
         queue: dict[int, StreamState],
         room: int,
         frames: list[bytes],
-        handlers: list[tuple[Callable[..., None], tuple[object, ...]]],
+        handlers: Handlers,
         log: list[dict[str, object]],
     ) -> int:
         """Move frames from the streams of one queue into a packet. Returns the room that is left."""
