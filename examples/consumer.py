@@ -1,0 +1,72 @@
+"""The demo's consumer: receives a KV cache, computes with each layer as soon as it is verified, and goes on
+writing.
+
+It has the model, the tokens of the prompt and the scope key. From these follow the names under which the
+cache is published, if anybody has published it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+
+import moqt
+from examples import role
+from examples.model import Continuation
+from examples.role import Role
+from examples.timeline import Step
+from kvcs.console import describe_missing
+from kvcs.subscriber import CacheIncomplete, Subscriber
+
+DISCOVERY = 10.0  # seconds for the producer to begin
+
+
+async def consume(self: Role) -> None:
+    """Receive the cache of the prompt, then write on from it."""
+    model, tokens, descriptor = await self.load()
+    order = await self.order()
+    async with moqt.connect(order["uri"], ca=self.arguments.ca) as session:
+        self.mark("connected")
+        subscriber = Subscriber(session, descriptor, self.scope_key, patience=self.arguments.patience)
+        async with await subscriber.receive(tokens, wait=DISCOVERY) as reception:
+            self.mark("cache found")
+            continuation = Continuation(model, tokens, reception.blocks * descriptor.block_tokens)
+            computing = 0.0
+            try:
+                async for layer in reception:
+                    times = reception.times[layer.segment, layer.layer]
+                    self.step(Step.ARRIVED, layer.layer, times.first_object)
+                    self.step(Step.VERIFIED, layer.layer, times.usable)
+                    assert layer.v is not None  # only "mla" has none
+                    began = time.monotonic()
+                    await asyncio.to_thread(continuation.take, layer.k, layer.v)
+                    computing += time.monotonic() - began
+                    self.step(Step.USED, layer.layer)
+            except CacheIncomplete as error:
+                missing = "".join(f"\n    {line}" for line in describe_missing(list(error.missing)))
+                self.tell(
+                    "failed", text=f"the consumer's cache is incomplete: {error.reason}; missing are{missing}"
+                )
+                return
+            self.tell(
+                "received",
+                octets=reception.received,
+                objects=reception.blocks * descriptor.layers * 2,
+                rejected=reception.rejected,
+                computing=computing,
+            )
+        await self.write(model, continuation.write(self.arguments.tokens))
+
+
+def main() -> int:
+    """The process."""
+    parser = role.parser(__doc__ or "")
+    parser.add_argument("--ca", type=Path, required=True)
+    parser.add_argument("--patience", type=float, required=True)
+    return role.main(parser.parse_args(), consume)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
