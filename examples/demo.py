@@ -337,7 +337,6 @@ def main() -> int:
         fault = f"the package {error.name} is missing: pip install -e '.[demo]'"
     except OSError as error:
         fault = str(error)
-    screen.say()
     print(f"demo: {fault}", file=sys.stderr)
     return 1
 

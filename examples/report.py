@@ -112,7 +112,7 @@ class Report:
                 )
         yield (
             "work",
-            f"{duration(computed)} at the producer, for the whole prompt; "
+            f"{duration(computed)} at the producer, for the prompt; "
             f"{duration(received['computing'])} at the consumer, for what the cache lacks",
         )
 
