@@ -13,7 +13,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
@@ -71,17 +71,17 @@ def claims_for(
     roles: Collection[Role],
     *,
     issuer: str,
-    audience: Sequence[str],
+    audience: str | Collection[str],
     ttl: float = DEFAULT_TTL,
     revalidate: float = DEFAULT_REVALIDATION,
     subject: str | None = None,
     now: float | None = None,
 ) -> Claims:
-    """What a token says that allows all that `roles` do in the scopes, from `now` (Unix time) for `ttl` seconds.
+    """What a token says that allows all that `roles` do in the scopes, for `ttl` seconds from `now` on.
 
-    While a subscription goes on the relay checks the token again every `revalidate` seconds; with 0 it never
-    does, and the subscription outlives the token. Raises InvalidName for a Scope ID of another length,
-    InvalidValue for no scope, role or audience.
+    `now` is a Unix time. While a subscription goes on the relay checks the token again every `revalidate`
+    seconds; with 0 it never does, and the subscription outlives the token. Raises InvalidName for a Scope ID
+    of another length, InvalidValue for no scope, role or audience.
     """
     if not (scope_ids and roles and audience):
         raise InvalidValue("a token needs a scope, a role and an audience")
@@ -90,7 +90,7 @@ def claims_for(
     return Claims(
         issuer=issuer,
         expires=issued_at + math.ceil(ttl),
-        audience=tuple(audience),
+        audience=(audience,) if isinstance(audience, str) else tuple(audience),
         scopes=tuple(Scope.of(actions, scope_prefix(scope_id)) for scope_id in scope_ids),
         revalidate=int(revalidate) if revalidate == int(revalidate) else revalidate,
         subject=subject,
@@ -319,6 +319,7 @@ def _tell(
     )
     left = claims.expires - time.time()
     checked = {None: "signature not checked (no --key)", True: "signature good", False: "signature WRONG"}
+    unknown = [printable(str(known)) for known in claims.restrictions]
     lines = [
         f"{path}: {len(token)} octets, {algorithm}, {checked[verified]}",
         f"  issuer    {printable(claims.issuer)}",
@@ -334,7 +335,7 @@ def _tell(
     if claims.not_before is not None:
         lines.append(f"  not until {_date(claims.not_before)}")
     if claims.restrictions:
-        lines.append(f"  unknown   claims {', '.join(map(str, claims.restrictions))}: relays refuse it")
+        lines.append(f"  unknown   claims {', '.join(unknown)}: relays refuse it")
     if claims.fault:
         lines.append(f"  faulty    {claims.fault}: relays refuse it")
     console.tell(
@@ -355,7 +356,7 @@ def _tell(
         expired=left <= 0,
         revalidate=claims.revalidate,
         scopes=[_scope_json(known) for known in claims.scopes],
-        unknown_claims=[str(known) for known in claims.restrictions],
+        unknown_claims=unknown,
         fault=claims.fault or None,
     )
 
