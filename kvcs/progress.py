@@ -87,32 +87,35 @@ class Progress:
 
 
 async def insist(
-    attempt: Callable[[], Coroutine[Any, Any, bool]], brought: Callable[[], int], progress: Progress
+    attempt: Callable[[], Coroutine[Any, Any, bool]],
+    brought: Callable[[], int],
+    note: Callable[[Exception], None],
 ) -> None:
-    """Await `attempt` until it returns True, and again when it returns False or the network or the peer broke
-    it off, unless ATTEMPTS in a row brought nothing (`brought` grows when something came).
+    """Await `attempt` until it returns True, and again when it returns False or was broken off, unless
+    ATTEMPTS in a row brought nothing: `brought` grows when something came.
 
-    A peer that is busy (RequestRejected with a time to retry) is asked again without being counted. Raises
-    what the last attempt raised; at once where trying again is of no use.
+    A peer that is busy (RequestRejected with a time to retry) is asked again without being counted, so bound
+    the time. `note` gets what went wrong. Raises what the last attempt raised; at once where trying again is
+    of no use.
     """
     failures = 0
     while True:
         before = brought()
+        error: MoqtError | None = None
         try:
             if await attempt():
                 return
-            error: MoqtError | None = None
         except RequestRejected as rejection:
             if rejection.retry_after is None:
                 raise
-            progress.note(rejection)
+            note(rejection)
             await asyncio.sleep(max(rejection.retry_after, LEAST_PAUSE))
             continue
         except (SessionClosed, ConnectionLost):
             raise
         except MoqtError as broken:
             error = broken
-            progress.note(broken)
+            note(broken)
         failures = 1 if brought() > before else failures + 1
         if failures >= ATTEMPTS:
             if error is not None:

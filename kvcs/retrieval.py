@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -14,7 +15,7 @@ from kvcs.manifest import SegmentEntry
 from kvcs.names import DataTrack
 from kvcs.progress import ATTEMPTS, LEAST_PAUSE, Progress, insist
 from kvcs.source import Source
-from moqt.errors import DoneCode, MoqtError, RequestCode, RequestRejected
+from moqt.errors import DeadlineExceeded, DoneCode, MoqtError, RequestCode, RequestRejected
 from moqt.filters import Location, LocationFilter, RangeFilter, RangeKind
 from moqt.subscribing import Fill, ReceivedObject, StreamEnd
 from moqt.wire import ObjectStatus
@@ -25,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 SETTLE: Final = 1.0
 """Seconds without an Object, once the end of a track is known, after which what is missing is fetched."""
+
+SILENCE: Final = 2.0
+"""Seconds in which a fill or a fetch must bring something, or it is taken for broken."""
 
 PARALLEL_FETCHES: Final = 2
 """Fetches of one track at a time: one for what is long, one for what an earlier layer waits for."""
@@ -108,7 +112,7 @@ class _TrackRetrieval:
 
     async def _receive(self) -> None:
         try:
-            await insist(self._subscribe, lambda: self._placed, self._progress)
+            await insist(self._subscribe, lambda: self._placed, self._progress.note)
         except MoqtError as error:
             self._progress.note(error)
         # What has not come by now, the publication has, or it never will.
@@ -120,20 +124,30 @@ class _TrackRetrieval:
         assembly = self._assembly
         start = Location(assembly.due, 0)
         fill = Fill(filter=LocationFilter.absolute_start(start.group, start.object))
-        ended = False
         async with await self._session.subscribe(
             self._name, filter=LocationFilter.next_object(), fill=fill
         ) as subscription:
             largest = subscription.largest
-            filled = not subscription.expects_fill
+            live = start if largest is None else max(start, _after(largest))
+            filling = subscription.expects_fill
+            last_of_fill = self._now()
+            ended = False
+            behind: deque[tuple[float, Location]] = deque()
             while assembly.needs(self._track):
+                # A stream that is reset before its header has come leaves no trace. So a fill that says
+                # nothing counts as broken, and so does the stream of a Group when a later one has ended.
+                if filling and self._now() >= last_of_fill + SILENCE and largest is not None:
+                    filling = False
+                    self.fetch(start, largest)
+                while behind and self._now() >= behind[0][0]:
+                    self.fetch(live, behind.popleft()[1])
                 try:
                     async with asyncio.timeout(SETTLE):
                         item = await anext(subscription)
                 except TimeoutError:
                     # A track is complete on End of Track, or when the fill has ended and the manifest says
                     # so. Objects may still be on their way on other streams then, but not for long.
-                    if ended or (filled and assembly.entry.complete):
+                    if ended or (not filling and assembly.entry.complete):
                         return True
                     continue
                 except StopAsyncIteration:
@@ -141,19 +155,22 @@ class _TrackRetrieval:
                     return ended or (done is not None and done.status == DoneCode.TRACK_ENDED)
                 if isinstance(item, ReceivedObject):
                     ended = ended or item.status is ObjectStatus.END_OF_TRACK
+                    if item.fill:
+                        last_of_fill = self._now()
                     if not self._take(item):
                         self.fetch(item.location, item.location)
-                elif isinstance(item, StreamEnd) and item.group is None:
-                    filled = True
-                    if largest is not None:
-                        self.fetch(start, largest)
                 elif isinstance(item, StreamEnd) and item.group is not None:
-                    # The stream was to bring what came after the subscription; the rest comes by the fill.
-                    first = Location(item.group, 0)
-                    if largest is not None:
-                        first = max(first, _after(largest))
-                    self.fetch(first, Location(item.group, assembly.blocks - 1))
+                    # It was to bring what is `live` of the Group.
+                    end = Location(item.group, assembly.blocks - 1)
+                    self.fetch(max(live, Location(item.group, 0)), end)
+                    behind.append((self._now() + SETTLE, end))
+                elif isinstance(item, StreamEnd) and largest is not None:
+                    filling = False
+                    self.fetch(start, largest)
         return True
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
 
     # Retrieval of what exists (kvcs 7.3, 7.4).
 
@@ -174,7 +191,18 @@ class _TrackRetrieval:
             async with await self._session.fetch(
                 self._name, filter=location_filter, range_filters=range_filters
             ) as fetch:
-                async for item in fetch:
+                heard = False
+                while True:
+                    try:
+                        async with asyncio.timeout(None if heard else SILENCE):
+                            item = await anext(fetch)
+                    except TimeoutError:
+                        if self._now() >= self._progress.last + SILENCE:
+                            raise DeadlineExceeded("what was fetched", SILENCE) from None
+                        continue  # Something else goes first.
+                    except StopAsyncIteration:
+                        break
+                    heard = True
                     if isinstance(item, ReceivedObject):
                         reached = item.location
                         placed = self._placed
@@ -193,6 +221,11 @@ class _TrackRetrieval:
             if self._live and rejection.code == RequestCode.INVALID_RANGE:
                 return  # Nothing of it is published yet.
             why, failures, reached = rejection, ATTEMPTS, last
+        except DeadlineExceeded as silence:
+            # The stream may have broken off before its header came; or nothing comes, and then patience ends.
+            self._progress.note(silence)
+            self._spans.put_nowait(span)
+            return
         except MoqtError as error:
             why = error
             if self._session.closed:

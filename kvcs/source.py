@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 LARGE_MANIFEST: Final = 256 * 1024
 """Octets from which a manifest is parsed off the event loop (security 4.4)."""
 
+SILENCE: Final = 2.0
+"""Seconds in which the fill must bring the current manifest, or it is asked for again."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
@@ -90,7 +93,7 @@ class Source:
 
     async def _run(self) -> None:
         try:
-            await insist(self._follow, lambda: self._version, self._progress)
+            await insist(self._follow, lambda: self._version, self._progress.note)
             if self.manifest is None:
                 self.fault = PeerFault("its manifest track ended before a manifest came")
         except (MoqtError, KvcsError) as error:
@@ -121,13 +124,26 @@ class Source:
 
     async def _follow(self) -> bool:
         """Take each version that comes, until the publisher ends the track."""
-        async with await self._subscribe() as subscription:
-            async for item in subscription:
-                if isinstance(item, ReceivedObject) and item.status is ObjectStatus.NORMAL:
-                    await self._take(item)
-                elif isinstance(item, StreamEnd) and item.code is not None and self.manifest is None:
-                    raise StreamReset(item.code)
-        return True
+        while True:
+            async with await self._subscribe() as subscription:
+                try:
+                    return await self._follow_subscription(subscription)
+                except TimeoutError:
+                    logger.info("publication %s: the manifest does not come; asking again", self)
+
+    async def _follow_subscription(self, subscription: Subscription) -> bool:
+        while True:
+            # A fill that is reset before its header has come leaves no trace.
+            silence = SILENCE if self._version < 0 and subscription.expects_fill else None
+            try:
+                async with asyncio.timeout(silence):
+                    item = await anext(subscription)
+            except StopAsyncIteration:
+                return True
+            if isinstance(item, ReceivedObject) and item.status is ObjectStatus.NORMAL:
+                await self._take(item)
+            elif isinstance(item, StreamEnd) and item.code is not None and self._version < 0:
+                raise StreamReset(item.code)
 
     async def _take(self, item: ReceivedObject) -> None:
         if item.location.object != 0:

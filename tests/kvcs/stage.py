@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import struct
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -26,8 +28,9 @@ from moqt.quic.api import QuicOptions
 from moqt.quic.memory import Link, MemoryConnection, pair
 from moqt.session import Session
 from moqt.track import Track, Tracks
-from moqt.wire import Token
+from moqt.wire import DataStreamDecoder, ObjectHeader, PayloadChunk, Token, read_vi64
 
+CONTROL_STREAM = 0x2F00
 SCOPE_KEY = ScopeKey(bytes(range(32)))
 Cache = list[tuple[Tensor, Tensor]]
 """K and V of each layer."""
@@ -210,6 +213,32 @@ class Wiretap:
         self._sent[key] = self._sent.get(key, 0) + len(piece.data)
         self._post(sender, stream_id, piece.data, piece.fin)
 
+    def data_objects(self, *, from_client: bool) -> Counter[tuple[str, int, int]]:
+        """How often each Object of a data track went over the wire: (component, layer, block) by its header.
+
+        Streams that were broken off, or are not at their end, count with the Objects that they hold whole.
+        """
+        streams: dict[int, bytearray] = {}
+        for piece in self.pieces:
+            if piece.from_client is from_client and piece.stream & 2:
+                streams.setdefault(piece.stream, bytearray()).extend(piece.data)
+        count: Counter[tuple[str, int, int]] = Counter()
+        for data in streams.values():
+            kind = read_vi64(data, 0)
+            if kind is None or kind[0] == CONTROL_STREAM:
+                continue
+            payload = bytearray()
+            for event in DataStreamDecoder().feed(bytes(data)):
+                if isinstance(event, ObjectHeader):
+                    payload.clear()
+                elif isinstance(event, PayloadChunk):
+                    payload += event.data
+                    if event.last and payload[:4] == b"KVO1":
+                        component = Component(payload[5]).text
+                        layer, block = struct.unpack_from(">II", payload, 8)
+                        count[component, layer, block] += 1
+        return count
+
     def _swallow(self, sender: MemoryConnection, stream_id: int, data: bytes, fin: bool) -> None:
         self._link.post(sender.peer_end, sender.on_acknowledged, stream_id, len(data), fin)
 
@@ -269,8 +298,10 @@ async def stage(
 ) -> AsyncIterator[Stage]:
     """A link with a session on each end. `publisher_dials`: the publisher is the client.
 
-    `limits` and `publisher_options` are the publisher's. `tap` gets the link before anything goes over it.
+    `limits` and `publisher_options` are the publisher's. `tap` gets the link before anything goes over it. At
+    the end no task may be left that was not there before.
     """
+    before = asyncio.all_tasks()
     tracks = Tracks() if tracks is None else tracks
     options = options or QuicOptions()
     publisher_options = publisher_options or QuicOptions()
@@ -286,3 +317,9 @@ async def stage(
         yield Stage(link, there, here, tracks)
     finally:
         await asyncio.gather(there.close(), here.close())
+    for _ in range(10):  # Tasks that were just cancelled need a few turns.
+        left = asyncio.all_tasks() - before
+        if not left:
+            break
+        await asyncio.sleep(0)
+    assert not left, f"tasks left behind: {sorted(map(repr, left))}"
