@@ -305,6 +305,7 @@ class AioquicConnection(BaseConnection[AioquicStream]):
                 case events.HandshakeCompleted(alpn_protocol=alpn):
                     self.alpn = alpn or ""
                     self.ready = True
+                    self.reserve = min(self.reserve, engine.credit // 8)
                     if self._handshake is not None:
                         self._handshake.cancel()
                     if not self.settled.done():

@@ -6,6 +6,7 @@ aioquic.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Final, Protocol
 
@@ -18,7 +19,12 @@ from aioquic.quic.stream import QuicStream, QuicStreamSender
 
 from moqt.quic.api import Buffer
 
-__all__ = ["DataPacket", "Handlers", "OrderedSender", "Pacer", "Sink", "StreamState"]
+__all__ = ["DataPacket", "Handlers", "OrderedSender", "Pacer", "SendQueue", "Sink", "StreamState"]
+
+STREAM: Final = 0x08
+STREAM_FIN: Final = 0x01
+STREAM_LENGTH: Final = 0x02
+STREAM_OFFSET: Final = 0x04
 
 BURST: Final = 64
 BURST_SECONDS: Final = 0.002
@@ -37,7 +43,7 @@ class Sink(Protocol):
 class StreamState:
     """What the engine keeps of one stream that the application knows."""
 
-    __slots__ = ("consumed", "done", "prefix", "quic", "released", "sink", "urgent")
+    __slots__ = ("consumed", "done", "prefix", "quic", "released", "sink", "throttled", "urgent")
 
     def __init__(self, quic: QuicStream, stream_id: int) -> None:
         self.quic = quic
@@ -46,6 +52,7 @@ class StreamState:
         self.released = False
         self.done = False
         self.urgent = False
+        self.throttled = False
         self.prefix = encode_uint_var(stream_id)
 
     @property
@@ -81,6 +88,11 @@ class OrderedSender(QuicStreamSender):
     @property
     def next_offset(self) -> int:
         return self._pending[0].start if len(self._pending) else self.highest_offset
+
+    @property
+    def owes_again(self) -> bool:
+        """Whether something that was sent before has to be sent again."""
+        return bool(len(self._pending)) or (self._pending_eof and self.highest_offset == self._buffer_fin)
 
     def take(self, size: int, max_offset: int) -> tuple[int, bytes, bool] | None:
         """The next frame of at most `size` bytes, as (offset, data, fin); None if nothing may be sent."""
@@ -125,6 +137,112 @@ class OrderedSender(QuicStreamSender):
         super().reset(error_code)
         if self._reset_error_code is not None:
             self._buffer.clear()
+
+
+class Filling:
+    """What goes into one packet: frames as (stream ID, state, offset, data, fin), and their bytes."""
+
+    __slots__ = ("credit", "frames", "fresh", "full", "pieces", "room")
+
+    def __init__(self, room: int, credit: int) -> None:
+        self.room = room
+        self.credit = credit
+        self.fresh = 0
+        self.full = False
+        self.frames: list[tuple[int, StreamState, int, bytes, bool]] = []
+        self.pieces: list[bytes] = []
+
+
+class SendQueue:
+    """Whose bytes leave next: control and request streams, what was lost, and then in the order of handing
+    over.
+
+    A stream whose flow control lets nothing through is marked `throttled` and not looked at until it is added
+    again.
+    """
+
+    def __init__(self) -> None:
+        self.again: dict[int, StreamState] = {}
+        self._urgent: dict[int, StreamState] = {}
+        # (stream ID, state, offset up to which bytes were handed over by then).
+        self._fresh: deque[tuple[int, StreamState, int]] = deque()
+
+    @property
+    def empty(self) -> bool:
+        return not (self._urgent or self.again or self._fresh)
+
+    def add(self, stream_id: int, state: StreamState) -> None:
+        """The stream has more to send."""
+        if state.throttled:
+            return
+        if state.urgent:
+            self._urgent[stream_id] = state
+        else:
+            if self._fresh and self._fresh[-1][1] is state:
+                self._fresh.pop()
+            self._fresh.append((stream_id, state, state.quic.sender._buffer_stop))
+
+    def drop(self, stream_id: int) -> None:
+        """The stream sends nothing more. What stands in line for it is passed over."""
+        self._urgent.pop(stream_id, None)
+        self.again.pop(stream_id, None)
+
+    def fill(self, room: int, credit: int) -> Filling:
+        """Take frames of at most `room` bytes in sum, with at most `credit` bytes not sent before."""
+        filling = Filling(room, credit)
+        for stream_id, state in list(self._urgent.items()) if self._urgent else ():
+            sender = state.quic.sender
+            while self._take(filling, stream_id, state, sender._buffer_stop):
+                pass
+            if sender.buffer_is_empty or state.throttled:
+                del self._urgent[stream_id]
+        for stream_id, state in list(self.again.items()) if self.again else ():
+            sender = state.quic.sender
+            while self._take(filling, stream_id, state, sender.highest_offset):
+                pass
+            assert isinstance(sender, OrderedSender)
+            if not sender.owes_again:
+                del self.again[stream_id]
+        fresh = self._fresh
+        while fresh and not filling.full:
+            stream_id, state, stop = fresh[0]
+            sender = state.quic.sender
+            if sender.buffer_is_empty or state.throttled:
+                fresh.popleft()
+            elif not self._take(filling, stream_id, state, stop):
+                if not state.throttled and sender.highest_offset < stop:
+                    break
+                fresh.popleft()
+        return filling
+
+    def _take(self, filling: Filling, stream_id: int, state: StreamState, stop: int) -> bool:
+        """Take one frame with bytes below the offset `stop`. False if nothing can be taken."""
+        stream = state.quic
+        sender = stream.sender
+        assert isinstance(sender, OrderedSender)
+        offset = sender.next_offset
+        position = encode_uint_var(offset) if offset else b""
+        size = filling.room - 3 - len(state.prefix) - len(position)
+        if size < 1:
+            filling.full = True
+            return False
+        highest = sender.highest_offset
+        taken = sender.take(size, min(stream.max_stream_data_remote, highest + filling.credit, stop))
+        if taken is None:
+            state.throttled = stream.max_stream_data_remote <= highest < sender._buffer_stop
+            return False
+        offset, data, fin = taken
+        fresh = sender.highest_offset - highest
+        filling.fresh += fresh
+        filling.credit -= fresh
+        filling.room = size - len(data)
+        kind = STREAM | STREAM_LENGTH | (STREAM_OFFSET if offset else 0) | fin
+        filling.pieces += (
+            bytes((kind,)) + state.prefix + position + (len(data) | 0x4000).to_bytes(2, "big"),
+            data,
+        )
+        filling.frames.append((stream_id, state, offset, data, fin))
+        return True
 
 
 class DataPacket(QuicSentPacket):

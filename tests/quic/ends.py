@@ -32,6 +32,7 @@ class Ends:
     client: AnyConnection
     server: AnyConnection
     cut: Callable[[], None]
+    network: Network | None = None
 
 
 class Port:
@@ -70,6 +71,7 @@ class Network:
         self.repeat = repeat
         self.dead = False
         self.carried = 0
+        self.drop: Callable[[Port], bool] = lambda to: False
         self._random = random.Random(seed)
         self._loop = asyncio.get_running_loop()
         self._under_way: list[tuple[float, int, Port, bytes]] = []
@@ -77,7 +79,7 @@ class Network:
         self._timer: asyncio.TimerHandle | None = None
 
     def carry(self, to: Port, data: bytes) -> None:
-        if self.dead or self._random.random() < self.loss:
+        if self.dead or self._random.random() < self.loss or self.drop(to):
             return
         for _ in range(1 + (self._random.random() < self.repeat)):
             when = self._loop.time() + self.latency + self._random.random() * self.jitter
@@ -167,7 +169,7 @@ async def simulated_ends(
     assert client_end.ready
     assert server_end.ready
     try:
-        yield Ends(client_end, server_end, lambda: setattr(network, "dead", True))
+        yield Ends(client_end, server_end, lambda: setattr(network, "dead", True), network)
     finally:
         client_end.close()
         server_end.close()
