@@ -28,7 +28,7 @@ from moqt.quic.api import QuicOptions
 from moqt.quic.memory import Link, MemoryConnection, pair
 from moqt.session import Session
 from moqt.track import Track, Tracks
-from moqt.wire import DataStreamDecoder, ObjectHeader, PayloadChunk, Token, read_vi64
+from moqt.wire import DataStreamDecoder, MessageDecoder, ObjectHeader, PayloadChunk, Request, Token, read_vi64
 
 CONTROL_STREAM = 0x2F00
 SCOPE_KEY = ScopeKey(bytes(range(32)))
@@ -183,15 +183,18 @@ class Piece:
 
 class Wiretap:
     """Sees what goes over a link, and can change it: `change` gets each piece before it is sent and returns
-    what is sent instead, or None to break the stream off there (as a reset by its sender would).
+    what is sent instead, or None to break the stream off there (as a reset by its sender would); `delay` says
+    for how many seconds a piece is held back, and all that follows in its stream.
     """
 
     def __init__(self, link: Link) -> None:
         self.pieces: list[Piece] = []
         self.change: Callable[[Piece], Piece | None] | None = None
+        self.delay: Callable[[Piece], float] | None = None
         self._link = link
         self._broken: set[tuple[bool, int]] = set()
         self._sent: dict[tuple[bool, int], int] = {}
+        self._held: dict[tuple[bool, int], float] = {}
         self._post = link.post_piece
         link.post_piece = self._tapped  # type: ignore[method-assign]  # a tap is a tap
 
@@ -211,7 +214,27 @@ class Wiretap:
             self._swallow(sender, stream_id, data, fin)
             return
         self._sent[key] = self._sent.get(key, 0) + len(piece.data)
-        self._post(sender, stream_id, piece.data, piece.fin)
+        loop = asyncio.get_running_loop()
+        when = loop.time() + (self.delay(piece) if self.delay is not None else 0.0)
+        self._held[key] = max(when, self._held.get(key, 0.0) + 1e-9)  # Timers of one time have no order.
+        if self._held[key] > loop.time():
+            loop.call_at(self._held[key], self._post, sender, stream_id, piece.data, piece.fin)
+        else:
+            self._post(sender, stream_id, piece.data, piece.fin)
+
+    def requests(self, *, from_client: bool) -> list[Request]:
+        """The requests that one end sent, in order."""
+        streams: dict[int, bytearray] = {}
+        for piece in self.pieces:
+            opened_by_client = not piece.stream & 1
+            if piece.from_client is from_client is opened_by_client and not piece.stream & 2:
+                streams.setdefault(piece.stream, bytearray()).extend(piece.data)
+        requests = []
+        for data in streams.values():
+            message = MessageDecoder().feed(bytes(data))[0]
+            assert isinstance(message, Request)
+            requests.append(message)
+        return requests
 
     def data_objects(self, *, from_client: bool) -> Counter[tuple[str, int, int]]:
         """How often each Object of a data track went over the wire: (component, layer, block) by its header.
