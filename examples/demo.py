@@ -39,6 +39,7 @@ STREAMING = 300.0  # seconds for the cache to be computed and received
 WRITING = 60.0  # seconds for the texts, and one more for each token
 PATIENCE = 5.0  # seconds without an Object after which the consumer takes the rest for lost
 AFTERMATH = 10.0  # seconds for a process to say what it makes of the end of the other
+INDENT = 15  # columns left of facts
 FRAME = 0.1  # seconds between two drawings of what moves
 
 
@@ -240,7 +241,8 @@ class Demo:
         return [f"  {screen.paint(line, FAINT)}" for line in heads] + [f"  {line}" for line in texts]
 
     def _fact(self, name: str, text: str) -> None:
-        self.screen.say(f"  {self.screen.paint(f'{name:<12}', FAINT)} {text}")
+        first, *more = self.screen.wrap(text, INDENT)
+        self.screen.say("\n".join([f"  {self.screen.paint(f'{name:<12}', FAINT)} {first}", *more]))
 
 
 async def _all(seconds: float, what: str, *events: Coroutine[Any, Any, Event]) -> list[Event]:

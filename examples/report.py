@@ -94,7 +94,7 @@ class Report:
         lags = [row.lag for row in rows if row.lag is not None]
         verified = [row.verified for row in rows if row.verified is not None]
         computed = max(bar.end for row in rows for bar in row.computing)
-        refused = f"; {received['rejected']} were refused" if received["rejected"] else ""
+        refused = f"; {received['rejected']} refused" if received["rejected"] else ""
         yield "cache", f"{_size(received)}, each one verified{refused}"
         yield "layer 0", f"usable after {duration(verified[0])}, {duration(lags[0])} after it was computed"
         yield (

@@ -59,6 +59,11 @@ class Screen:
         self._stream.flush()
         self._drawn = len(lines)
 
+    def wrap(self, text: str, indent: int) -> list[str]:
+        """`text` in lines, all but the first indented, with room left for as much before the first."""
+        lines = textwrap.wrap(text, self.width - indent, break_long_words=False, break_on_hyphens=False)
+        return [lines[0], *(f"{'':<{indent}}{line}" for line in lines[1:])] if lines else [""]
+
     def paint(self, text: str, sgr: str) -> str:
         """`text` in a colour, where there are colours."""
         return f"\x1b[{sgr}m{text}\x1b[0m" if self.colour else text

@@ -50,7 +50,7 @@ def test_figures_are_told_of_a_cache_that_arrived_whole() -> None:
     )
     report.note("consumer", {"event": "token", "token": 1, "text": "a", "at": 12.75})
     assert dict(report.figures()) == {
-        "cache": "2.5 MB in 8 Objects, each one verified; 1 were refused",
+        "cache": "2.5 MB in 8 Objects, each one verified; 1 refused",
         "layer 0": "usable after 1.25 s, 250 ms after it was computed",
         "all layers": "usable after 2.25 s, 250 ms after the last one was computed",
         "lag": "250 ms from computed to verified, at most 250 ms",

@@ -64,6 +64,13 @@ def test_colours_are_left_out_where_nobody_wants_them(
     assert not Screen(Terminal()).ascii_only
 
 
+def test_lines_are_wrapped_with_room_for_what_stands_before(terminal: Screen) -> None:
+    assert terminal.width == 99
+    assert terminal.wrap("word " * 18, 10) == [" ".join(["word"] * 17), " " * 10 + "word"]
+    assert terminal.wrap("/" * 100, 10) == ["/" * 100]
+    assert terminal.wrap("", 10) == [""]
+
+
 def test_texts_stand_side_by_side() -> None:
     assert side_by_side("a text that wraps\n\nend", "short", width=23, divider="|") == [
         "a text     | short",
