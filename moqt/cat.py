@@ -272,14 +272,14 @@ class Claims:
         if expires is None:
             raise _malformed("the token has no expiry (exp)")
         version = claims.get(Claim.CATV, CAT_VERSION)
-        scopes, fault = _scopes(claims.get(Claim.MOQT))
+        scopes, fault = _scopes(claims[Claim.MOQT]) if Claim.MOQT in claims else ((), "")
         unknown = {key for key in claims if key not in _KNOWN_CLAIMS}
         if type(version) is not int or version != CAT_VERSION:
             unknown.add(int(Claim.CATV))
         return cls(
             issuer=_text(claims, Claim.ISS) or "",
             expires=expires,
-            audience=_audience(claims.get(Claim.AUD)),
+            audience=_audience(claims[Claim.AUD]) if Claim.AUD in claims else (),
             scopes=scopes,
             revalidate=_number(claims, Claim.MOQT_REVAL) or 0.0,
             subject=_text(claims, Claim.SUB),
@@ -497,8 +497,6 @@ def _listed(keys: Sequence[int | str | bytes]) -> str:
 
 def _scopes(value: Cbor) -> tuple[tuple[Scope, ...], str]:
     """The scopes of either form of the claim, and what is wrong with it."""
-    if value is None:
-        return (), ""
     if isinstance(value, dict):  # { 0: [ + scope ], * int => any }
         if not all(isinstance(key, int) for key in value):
             return (), "the moqt claim has keys that are not integers"
@@ -513,8 +511,6 @@ def _scopes(value: Cbor) -> tuple[tuple[Scope, ...], str]:
 
 def _audience(value: Cbor) -> tuple[str, ...]:
     names = value if isinstance(value, tuple) else (value,)
-    if value is None:
-        return ()
     if not names or not all(isinstance(name, str) for name in names):
         raise _malformed("the audience (aud) is neither text nor an array of text")
     return tuple(name for name in names if isinstance(name, str))

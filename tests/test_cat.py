@@ -375,6 +375,7 @@ def test_the_skew_is_an_option() -> None:
         ((RELAY, 7), MALFORMED),
         (RELAY.encode(), MALFORMED),
         ({0: RELAY}, MALFORMED),
+        (None, MALFORMED),
     ],
 )
 def test_audience(audience: Any, code: RequestCode | None) -> None:
@@ -448,6 +449,7 @@ def test_both_forms_of_the_claim() -> None:
         {"0": (((4,),),)},
         {0: ()},
         {0: {0: (((4,),),)}},
+        None,
         7,
         "scopes",
         True,
