@@ -66,7 +66,7 @@ def test_colours_are_left_out_where_nobody_wants_them(
 
 def test_lines_are_wrapped_with_room_for_what_stands_before(terminal: Screen) -> None:
     assert terminal.width == 99
-    assert terminal.wrap("word " * 18, 10) == [" ".join(["word"] * 17), " " * 10 + "word"]
+    assert terminal.wrap("word " * 19, 10) == [" ".join(["word"] * 18), " " * 10 + "word"]
     assert terminal.wrap("/" * 100, 10) == ["/" * 100]
     assert terminal.wrap("", 10) == [""]
 
