@@ -78,7 +78,7 @@ class MatchKind(IntEnum):
     SUFFIX = 2
 
 
-Members: TypeAlias = Mapping[int | bytes | str, Cbor]
+Members: TypeAlias = Mapping[int | str, Cbor]
 
 MAX_TOKEN_SIZE: Final = 4096  # octets, security 3.2
 MAX_TOKENS: Final = 16  # in one message: each costs a signature check
@@ -233,7 +233,7 @@ class Claims:
     not_before: float | None = None
     issued_at: float | None = None
     token_id: bytes | None = None
-    restrictions: tuple[int | str | bytes, ...] = ()
+    restrictions: tuple[int | str, ...] = ()
     """Keys of claims that are not understood: the token is for nobody who does not."""
     fault: str = ""
     """Why `scopes` could not be read; such claims still decode, since other checks come first."""
@@ -247,7 +247,7 @@ class Claims:
 
     def encode(self) -> bytes:
         """The claims set."""
-        claims: dict[int | str | bytes, Cbor] = {
+        claims: dict[int | str, Cbor] = {
             Claim.ISS: self.issuer,
             Claim.SUB: self.subject,
             Claim.AUD: self.audience or None,
@@ -491,7 +491,7 @@ def _refused(reason: str) -> CatError:
     return CatError(RequestCode.UNAUTHORIZED, reason)
 
 
-def _listed(keys: Sequence[int | str | bytes]) -> str:
+def _listed(keys: Sequence[int | str]) -> str:
     return ", ".join(str(key) if isinstance(key, int) else f'"{printable(key, 20)}"' for key in keys[:8])
 
 

@@ -15,9 +15,7 @@ from typing import Final, TypeAlias
 
 __all__ = ["MAX_DEPTH", "Cbor", "CborError", "decode", "encode"]
 
-Cbor: TypeAlias = (
-    "int | float | bool | bytes | str | tuple[Cbor, ...] | Mapping[int | bytes | str, Cbor] | None"
-)
+Cbor: TypeAlias = "int | float | bool | bytes | str | tuple[Cbor, ...] | Mapping[int | str, Cbor] | None"
 
 MAX_DEPTH: Final = 16  # security 4.3
 
@@ -34,7 +32,7 @@ def decode(data: bytes) -> Cbor:
     """The one value that fills `data`. Arrays come as tuples.
 
     Raises CborError for tags, indefinite lengths, lengths that are not the shortest, equal keys in a map,
-    keys other than integers, octets and text, NaN and infinities, nesting beyond MAX_DEPTH, text that is not
+    keys other than integers and text, NaN and infinities, nesting beyond MAX_DEPTH, text that is not
     UTF-8, and octets that are left over.
     """
     decoder = _Decoder(data)
@@ -95,12 +93,12 @@ class _Decoder:
             return self._map(argument, depth - 1)
         return tuple(self.value(depth - 1) for _ in range(argument))
 
-    def _map(self, size: int, depth: int) -> Mapping[int | bytes | str, Cbor]:
-        result: dict[int | bytes | str, Cbor] = {}
+    def _map(self, size: int, depth: int) -> Mapping[int | str, Cbor]:
+        result: dict[int | str, Cbor] = {}
         for _ in range(size):
             key = self.value(depth)
-            if isinstance(key, bool) or not isinstance(key, int | bytes | str):
-                raise CborError("a key of a map is neither an integer, nor octets, nor text")
+            if isinstance(key, bool) or not isinstance(key, int | str):
+                raise CborError("a key of a map is neither an integer nor text")
             if key in result:
                 raise CborError("a key stands twice in a map")
             result[key] = self.value(depth)

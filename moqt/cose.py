@@ -116,7 +116,7 @@ class Key:
         public = self._public()
         if isinstance(public, bytes):
             return None
-        key: dict[int | bytes | str, Cbor]
+        key: dict[int | str, Cbor]
         if isinstance(public, ed25519.Ed25519PublicKey):
             key = {1: 1, -1: 6, -2: public.public_bytes_raw()}
         else:
@@ -255,7 +255,7 @@ def seal(payload: bytes, key: Key, *, type: str | None = None) -> bytes:
 
     The key is named by its kid, or else by its thumbprint. Raises UsageError for a public key.
     """
-    headers: dict[int | bytes | str, Cbor] = {_ALG: int(key.algorithm)}
+    headers: dict[int | str, Cbor] = {_ALG: int(key.algorithm)}
     kid = key.thumbprint if key.kid is None else key.kid
     if kid is not None:
         headers[_KID] = kid

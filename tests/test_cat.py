@@ -58,7 +58,7 @@ def verifier(*keys: Key, **options: Any) -> Verifier:
 
 def token(key: Key = KEY, **changes: Any) -> bytes:
     """A token whose claims set is that of CLAIMS with other members, by number; `...` takes one away."""
-    members: dict[int | str | bytes, Any] = {
+    members: dict[int | str, Any] = {
         1: ISSUER,
         3: (RELAY,),
         4: NOW + 300,
@@ -393,9 +393,9 @@ def test_tokens_for_anyone_where_they_are_wanted() -> None:
 
 @pytest.mark.parametrize(
     "claim",
-    [8, 282, 308, 309, 311, 312, 313, 314, 315, 316, 321, 323, 324, 325, 326, 0, -1, 999, "text", b"octets"],
+    [8, 282, 308, 309, 311, 312, 313, 314, 315, 316, 321, 323, 324, 325, 326, 0, -1, 999, "text"],
 )
-def test_no_restriction_is_ignored(claim: int | str | bytes) -> None:
+def test_no_restriction_is_ignored(claim: int | str) -> None:
     members: Any = {1: ISSUER, 3: RELAY, 4: NOW + 300, 327: (SCOPE.to_cbor(),), claim: {3: bytes(32)}}
     code, reason = refusal(sealed(members))
     assert code is UNAUTHORIZED

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from moqt.cbor import MAX_DEPTH, Cbor, CborError, decode, encode
 
 INTEGERS = st.integers(-(2**64), 2**64 - 1)
-KEYS = INTEGERS | st.binary(max_size=8) | st.text(max_size=8)
+KEYS = INTEGERS | st.text(max_size=8)
 VALUES = st.recursive(
     st.none()
     | st.booleans()
@@ -58,7 +58,7 @@ def test_what_is_encoded_is_decoded(value: Cbor) -> None:
         ("水", "63e6b0b4"),
         ((1, (2, 3), (4, 5)), "8301820203820405"),
         ({"a": 1, "b": (2, 3)}, "a26161016162820203"),
-        ({-1: 0, "z": 1, 10: 2, 100: 3, b"": 4}, "a50a0218640320004004617a01"),
+        ({-1: 0, "z": 1, 10: 2, 100: 3}, "a40a021864032000617a01"),
     ],
 )
 def test_encodings_of_the_standard(value: Cbor, encoded: str) -> None:
@@ -97,6 +97,7 @@ def test_encodings_of_the_standard(value: Cbor, encoded: str) -> None:
         ("a201000100", "stands twice"),
         ("a2616100616100", "stands twice"),
         ("a1f500", "key of a map"),
+        ("a14000", "key of a map"),
         ("a18000", "key of a map"),
         ("a1a000", "key of a map"),
         ("a1f93c0000", "key of a map"),
