@@ -191,7 +191,7 @@ class Message:
     tag: int
     algorithm: int
     kid: bytes | None
-    type: Cbor
+    type: str | int | None
     """The header parameter "typ", None if there is none."""
     payload: bytes = field(repr=False)
     protected: bytes = field(repr=False)
@@ -231,6 +231,9 @@ class Message:
         kid = headers.get(_KID, unprotected.get(_KID))
         if not isinstance(kid, bytes | None):
             raise CoseError("the key's name (kid) is not octets")
+        kind = headers.get(_TYP)
+        if isinstance(kind, bool) or not isinstance(kind, str | int | None):
+            raise CoseError("the type (typ) is neither text nor a number")
         if _CRIT in headers:
             critical = headers[_CRIT]
             if (
@@ -239,7 +242,7 @@ class Message:
                 or any(label not in _UNDERSTOOD for label in critical)
             ):
                 raise CoseError("a critical header is not known")
-        return cls(data[0] & 0x1F, algorithm, kid, headers.get(_TYP), payload, protected, signature)
+        return cls(data[0] & 0x1F, algorithm, kid, kind, payload, protected, signature)
 
     def verified_by(self, key: Key) -> bool:
         """Whether it was made with `key`. The key says which algorithm; the message only may not disagree."""

@@ -122,6 +122,8 @@ def test_a_public_key_is_no_mac_key(key: Key) -> None:
         ({"protected": {1: -8, 4: b"a"}, "unprotected": {4: b"a"}}, "both"),
         ({"protected": {1: -8, 4: "a"}}, "kid"),
         ({"protected": {1: -8}, "unprotected": {4: 7}}, "kid"),
+        ({"protected": {1: -8, 16: b"CAT"}}, "typ"),
+        ({"protected": {1: -8, 16: True}}, "typ"),
         ({"protected": {1: -8, 2: (99,)}}, "critical"),
         ({"protected": {1: -8, 2: (1, "x")}}, "critical"),
         ({"protected": {1: -8, 2: ({},)}}, "critical"),
