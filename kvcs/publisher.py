@@ -274,7 +274,7 @@ class Segment:
         async with self._putting:
             self.publication._check_open()
             layers = self.publication.publisher.descriptor.layers
-            if layer != self.next_layer:
+            if layer != self.next_layer or self.complete:
                 due = (
                     f"layer {self.next_layer} is due"
                     if not self.complete

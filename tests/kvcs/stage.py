@@ -28,7 +28,16 @@ from moqt.quic.api import QuicOptions
 from moqt.quic.memory import Link, MemoryConnection, pair
 from moqt.session import Session
 from moqt.track import Track, Tracks
-from moqt.wire import DataStreamDecoder, MessageDecoder, ObjectHeader, PayloadChunk, Request, Token, read_vi64
+from moqt.wire import (
+    DataStreamDecoder,
+    Event,
+    MessageDecoder,
+    ObjectHeader,
+    PayloadChunk,
+    Request,
+    Token,
+    read_vi64,
+)
 
 CONTROL_STREAM = 0x2F00
 SCOPE_KEY = ScopeKey(bytes(range(32)))
@@ -236,22 +245,27 @@ class Wiretap:
             requests.append(message)
         return requests
 
+    def streams(self, *, from_client: bool) -> list[list[Event]]:
+        """The events of each data stream that one end sent, in the order in which the streams began."""
+        streams: dict[int, bytearray] = {}
+        for piece in self.pieces:
+            if piece.from_client is from_client and piece.stream & 2:
+                streams.setdefault(piece.stream, bytearray()).extend(piece.data)
+        return [
+            list(DataStreamDecoder().feed(bytes(data)))
+            for data in streams.values()
+            if (kind := read_vi64(data, 0)) is not None and kind[0] != CONTROL_STREAM
+        ]
+
     def data_objects(self, *, from_client: bool) -> Counter[tuple[str, int, int]]:
         """How often each Object of a data track went over the wire: (component, layer, block) by its header.
 
         Streams that were broken off, or are not at their end, count with the Objects that they hold whole.
         """
-        streams: dict[int, bytearray] = {}
-        for piece in self.pieces:
-            if piece.from_client is from_client and piece.stream & 2:
-                streams.setdefault(piece.stream, bytearray()).extend(piece.data)
         count: Counter[tuple[str, int, int]] = Counter()
-        for data in streams.values():
-            kind = read_vi64(data, 0)
-            if kind is None or kind[0] == CONTROL_STREAM:
-                continue
+        for events in self.streams(from_client=from_client):
             payload = bytearray()
-            for event in DataStreamDecoder().feed(bytes(data)):
+            for event in events:
                 if isinstance(event, ObjectHeader):
                     payload.clear()
                 elif isinstance(event, PayloadChunk):
