@@ -13,9 +13,8 @@ import time
 from pathlib import Path
 
 import moqt
-from examples import role
 from examples.model import Continuation
-from examples.role import Role
+from examples.role import Role, command_line, play
 from examples.timeline import Step
 from kvcs.console import describe_missing
 from kvcs.subscriber import CacheIncomplete, Subscriber
@@ -23,49 +22,49 @@ from kvcs.subscriber import CacheIncomplete, Subscriber
 DISCOVERY = 10.0  # seconds for the producer to begin
 
 
-async def consume(self: Role) -> None:
+async def consume(role: Role) -> None:
     """Receive the cache of the prompt, then write on from it."""
-    model, tokens, descriptor = await self.load()
-    order = await self.order()
-    async with moqt.connect(order["uri"], ca=self.arguments.ca) as session:
-        self.mark("connected")
-        subscriber = Subscriber(session, descriptor, self.scope_key, patience=self.arguments.patience)
+    model, tokens, descriptor = await role.load()
+    order = await role.order()
+    async with moqt.connect(order["uri"], ca=role.arguments.ca) as session:
+        role.mark("connected")
+        subscriber = Subscriber(session, descriptor, role.scope_key, patience=role.arguments.patience)
         async with await subscriber.receive(tokens, wait=DISCOVERY) as reception:
-            self.mark("cache found")
+            role.mark("cache found")
             continuation = Continuation(model, tokens, reception.blocks * descriptor.block_tokens)
             computing = 0.0
             try:
                 async for layer in reception:
                     times = reception.times[layer.segment, layer.layer]
-                    self.step(Step.ARRIVED, layer.layer, times.first_object)
-                    self.step(Step.VERIFIED, layer.layer, times.usable)
+                    role.step(Step.ARRIVED, layer.layer, times.first_object)
+                    role.step(Step.VERIFIED, layer.layer, times.usable)
                     assert layer.v is not None  # only "mla" has none
                     began = time.monotonic()
                     await asyncio.to_thread(continuation.take, layer.k, layer.v)
                     computing += time.monotonic() - began
-                    self.step(Step.USED, layer.layer)
+                    role.step(Step.USED, layer.layer)
             except CacheIncomplete as error:
                 missing = "".join(f"\n    {line}" for line in describe_missing(list(error.missing)))
-                self.tell(
+                role.tell(
                     "failed", text=f"the consumer's cache is incomplete: {error.reason}; missing are{missing}"
                 )
                 return
-            self.tell(
+            role.tell(
                 "received",
                 octets=reception.received,
                 objects=reception.blocks * descriptor.layers * 2,
                 rejected=reception.rejected,
                 computing=computing,
             )
-        await self.write(model, continuation.write(self.arguments.tokens))
+        await role.write(model, continuation.write(role.arguments.tokens))
 
 
 def main() -> int:
     """The process."""
-    parser = role.parser(__doc__ or "")
+    parser = command_line(__doc__ or "")
     parser.add_argument("--ca", type=Path, required=True)
     parser.add_argument("--patience", type=float, required=True)
-    return role.main(parser.parse_args(), consume)
+    return play(parser.parse_args(), consume)
 
 
 if __name__ == "__main__":

@@ -68,12 +68,12 @@ class Demo:
                 ]
                 self._fact(
                     "processes",
-                    f"producer {producer.pid} and consumer {consumer.pid} load {self.arguments.model} ...",
+                    f"producer {producer.pid} and consumer {consumer.pid} load {self.arguments.model}, some seconds ...",
                 )
                 await self._load(producer, consumer)
                 await self._stream(producer, consumer)
                 await self._write(producer, consumer)
-        return self._compare()
+        return self.compare()
 
     def _options(self, directory: Path) -> dict[str, list[str]]:
         """Make certificates and key; the command line of each process, which is all that it knows of them."""
@@ -89,19 +89,14 @@ class Demo:
             *("--tokens", str(arguments.tokens), "--scope-key", str(scope_key)),
         ]
         producer = [
-            "--cert",
-            str(files.certificate),
-            "--key",
-            str(files.key),
-            "--layer-interval",
-            str(interval),
+            *("--cert", str(files.certificate), "--key", str(files.key)),
+            *("--layer-interval", str(interval)),
         ]
         consumer = ["--ca", str(files.ca), "--patience", str(PATIENCE + interval)]
         return {"producer": common + producer, "consumer": common + consumer}
 
     async def _start(self, name: str, options: Sequence[str]) -> Child:
-        threads = max((os.cpu_count() or 1) // 2, 1)
-        return await Child.start(name, options, threads=threads, on_event=self._on_event)
+        return await Child.start(name, options, threads=max(_processors() // 2, 1), on_event=self._on_event)
 
     def _on_event(self, name: str, event: Event) -> None:
         self.report.note(name, event)
@@ -152,8 +147,8 @@ class Demo:
             await _all(WRITING + self.arguments.tokens, "writing", *writing)
         self.screen.draw(self._texts())
 
-    def _compare(self) -> bool:
-        """Say whether the texts are the same, and show the figures."""
+    def compare(self) -> bool:
+        """Say whether the texts are the same."""
         screen, report = self.screen, self.report
         written = [len(tokens) for tokens in report.tokens.values()]
         screen.say()
@@ -266,6 +261,11 @@ async def _all(seconds: float, what: str, *events: Coroutine[Any, Any, Event]) -
     return [task.result() for task in tasks]
 
 
+def _processors() -> int:
+    """How many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = argparse.ArgumentParser(
@@ -291,7 +291,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         type=int,
         default=100,
-        help="how much to write at most (default: %(default)s)",
+        help="how many tokens to write at most (default: %(default)s)",
     )
     result.add_argument(
         "--picture",

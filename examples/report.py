@@ -112,8 +112,8 @@ class Report:
                 )
         yield (
             "work",
-            f"{duration(computed)} at the producer, for the prompt; "
-            f"{duration(received['computing'])} at the consumer, for what the cache lacks",
+            f"the producer computed for {duration(computed)}, "
+            f"the consumer for {duration(received['computing'])}",
         )
 
 

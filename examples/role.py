@@ -32,7 +32,7 @@ class Unsuitable(Exception):
 
 
 class Role:
-    """One process of the demo. `arguments` are those of `parser`."""
+    """One process of the demo. `arguments` are those of `command_line`."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
@@ -129,7 +129,7 @@ def block_tokens(model: Model) -> int:
     return 1 << (-(-OBJECT_SIZE // octets) - 1).bit_length()
 
 
-def parser(description: str) -> argparse.ArgumentParser:
+def command_line(description: str) -> argparse.ArgumentParser:
     """The command line of both; the demo fills it in."""
     result = argparse.ArgumentParser(description=description)
     result.add_argument("--model", choices=MODEL_NAMES, required=True)
@@ -139,7 +139,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     return result
 
 
-def main(arguments: argparse.Namespace, work: Callable[[Role], Awaitable[None]]) -> int:
+def play(arguments: argparse.Namespace, work: Callable[[Role], Awaitable[None]]) -> int:
     """Play a role to its exit code."""
     role = Role(arguments)
     try:

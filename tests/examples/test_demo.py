@@ -1,6 +1,8 @@
 """The demo as its users run it: whole, on the tiny model, in processes."""
 
+import argparse
 import asyncio
+import io
 import os
 import re
 import signal
@@ -13,6 +15,8 @@ from xml.etree import ElementTree
 import pytest
 
 from examples.child import ROOT, Child, ChildFailed, Event
+from examples.demo import Demo
+from examples.screen import Screen
 
 SVG = "{http://www.w3.org/2000/svg}"
 PROMPT = "Two short flashes and then one long pause: a captain who sees this knows where the rocks are. " * 8
@@ -138,7 +142,7 @@ def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path, end: signal.S
 
 def test_a_killed_demo_leaves_no_process_behind(tmp_path: Path) -> None:
     with demo(tmp_path) as process:
-        output = read_until(process, " load tiny ...")
+        output = read_until(process, " load tiny, some seconds")
         process.kill()
         process.wait()
     deadline = time.monotonic() + 30
@@ -169,6 +173,28 @@ def test_bad_usage_is_told_at_once(tmp_path: Path, options: tuple[str, ...], fau
         output, errors = process.communicate(timeout=60)
     assert (process.returncode, output) == (2, "")
     assert fault in errors
+
+
+@pytest.mark.parametrize(
+    ("consumer", "verdict"),
+    [
+        ([1, 2, 3], "= THE SAME TEXT, token for token: all 3 agree"),
+        ([1, 2, 4], "x THE TEXTS DIFFER: 2 tokens are the same, of 3 by the producer and 3 by the consumer"),
+        ([1, 2], "x THE TEXTS DIFFER: 2 tokens are the same, of 3 by the producer and 2 by the consumer"),
+    ],
+)
+def test_only_the_same_tokens_count_as_the_same_text(consumer: list[int], verdict: str) -> None:
+    stream = io.StringIO()
+    shown = Demo(argparse.Namespace(), Screen(stream))
+    shown.report.tokens = {"producer": [1, 2, 3], "consumer": consumer}
+    assert shown.compare() is (consumer == [1, 2, 3])
+    assert stream.getvalue() == f"\n  {verdict}\n"
+
+
+def test_two_empty_texts_prove_nothing() -> None:
+    stream = io.StringIO()
+    assert not Demo(argparse.Namespace(), Screen(stream)).compare()
+    assert "NOTHING TO COMPARE" in stream.getvalue()
 
 
 async def test_the_last_words_of_a_process_are_quoted() -> None:

@@ -55,7 +55,7 @@ def test_figures_are_told_of_a_cache_that_arrived_whole() -> None:
         "all layers": "usable after 2.25 s, 250 ms after the last one was computed",
         "lag": "250 ms from computed to verified, at most 250 ms",
         "first token": "written by the consumer after 2.75 s, 750 ms after the last layer was computed",
-        "work": "2.00 s at the producer, for the prompt; 750 ms at the consumer, for what the cache lacks",
+        "work": "the producer computed for 2.00 s, the consumer for 750 ms",
     }
     assert report.title() == "The KV cache of 64 tokens leaves b layer by layer"
     assert report.timeline.relative_marks()[0] == ("last layer computed", 2.0)
