@@ -66,10 +66,8 @@ class Demo:
                     await stack.enter_async_context(await self._start(name, options))
                     for name, options in self._options(Path(directory)).items()
                 ]
-                self._fact(
-                    "processes",
-                    f"producer {producer.pid} and consumer {consumer.pid} load {self.arguments.model}, some seconds ...",
-                )
+                pids = f"producer {producer.pid} and consumer {consumer.pid}"
+                self._fact("processes", f"{pids} load {self.arguments.model}, some seconds ...")
                 await self._load(producer, consumer)
                 await self._stream(producer, consumer)
                 await self._write(producer, consumer)
