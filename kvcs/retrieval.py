@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -87,6 +87,7 @@ class _TrackRetrieval:
         self._name = retrieval.source.track(track.name)
         self._progress = progress
         self._placed = 0
+        self._discarded: Counter[Location] = Counter()
         self._spans: asyncio.Queue[_Span] = asyncio.Queue()
         self._live = not self._assembly.entry.complete
         self._tasks = [progress.spawn(self._fetch_spans()) for _ in range(PARALLEL_FETCHES)]
@@ -157,8 +158,7 @@ class _TrackRetrieval:
                     ended = ended or item.status is ObjectStatus.END_OF_TRACK
                     if item.fill:
                         last_of_fill = self._now()
-                    if not self._take(item):
-                        self.fetch(item.location, item.location)
+                    self._take(item)
                 elif isinstance(item, StreamEnd) and item.group is not None:
                     # It was to bring what is `live` of the Group.
                     end = Location(item.group, assembly.blocks - 1)
@@ -184,6 +184,7 @@ class _TrackRetrieval:
         """Fetch a span, and once more what of it did not come, unless that was tried often enough."""
         reached, last = span.first, span.last
         brought = 0
+        discarded: set[Location] = set()
         failures = span.failures + 1
         why: Exception = PeerFault(f"{self._track}: not all from {span.first} to {span.last} is there")
         try:
@@ -207,7 +208,7 @@ class _TrackRetrieval:
                         reached = item.location
                         placed = self._placed
                         if not self._take(item):
-                            self._again(_Span(reached, reached, failures))
+                            discarded.add(reached)
                         brought += self._placed - placed
             reached = last
             if self._live and fetch.end is not None and not fetch.end.end_of_track:
@@ -232,14 +233,13 @@ class _TrackRetrieval:
                 failures = ATTEMPTS
             if not brought or self._session.closed:
                 reached = last
-        for first, end in self._runs(span.first, min(reached, last)):
+        for first, end in self._runs(span.first, min(reached, last), discarded):
             self._again(_Span(first, end, failures), why)
         for first, end in self._runs(_after(reached), last):
             self._again(_Span(first, end, span.failures), why)
 
-    def _again(self, span: _Span, why: Exception | None = None) -> None:
-        if why is not None:
-            self._progress.note(why)
+    def _again(self, span: _Span, why: Exception) -> None:
+        self._progress.note(why)
         if span.failures < ATTEMPTS:
             logger.info("fetching %s again, from %s to %s", self._track, span.first, span.last)
             self._spans.put_nowait(span)
@@ -257,8 +257,12 @@ class _TrackRetrieval:
             return location_filter, ()
         return location_filter, (RangeFilter(RangeKind.OBJECTID, ((0, blocks - 1),)),)
 
-    def _runs(self, first: Location, last: Location) -> Iterator[tuple[Location, Location]]:
-        """What is missing from `first` to `last`, in runs without a gap, but for layers that are lost."""
+    def _runs(
+        self, first: Location, last: Location, but: Container[Location] = ()
+    ) -> Iterator[tuple[Location, Location]]:
+        """What is missing from `first` to `last`, in runs without a gap, but for some Objects, and for layers
+        that are lost.
+        """
         run: tuple[Location, Location] | None = None
         final = self._assembly.blocks - 1
         for layer in range(first.group, last.group + 1):
@@ -266,7 +270,10 @@ class _TrackRetrieval:
                 continue
             low = first.object if layer == first.group else 0
             high = last.object if layer == last.group else final
-            for begin, end in _ranges(self._assembly.missing_of(self._track, layer), low, high):
+            missing = self._assembly.missing_of(self._track, layer)
+            if but:
+                missing = [block for block in missing if Location(layer, block) not in but]
+            for begin, end in _ranges(missing, low, high):
                 here = Location(layer, begin), Location(layer, end)
                 if run is not None and begin == 0 and run[1] == Location(layer - 1, final):
                     run = run[0], here[1]
@@ -278,16 +285,20 @@ class _TrackRetrieval:
             yield run
 
     def _take(self, item: ReceivedObject) -> bool:
-        """Place an Object, if it is wanted. False if it is discarded because a check failed (kvcs 4)."""
+        """Place an Object, if it is wanted. False if it is discarded because a check failed (kvcs 4): it is
+        fetched again, or its layer is lost.
+        """
         layer, block = item.location.group, item.location.object
         if item.status is not ObjectStatus.NORMAL or not self._assembly.wants(self._track, layer, block):
             return True
         try:
             usable = self._assembly.place(self._track, layer, block, item.payload)
         except ObjectRejected as error:
-            logger.warning("%s, layer %d, block %d is discarded: %s", self._track, layer, block, error)
             self._progress.rejected += 1
-            self._progress.reason = f"{self._track}, layer {layer}, block {block} was discarded: {error}"
+            self._discarded[item.location] += 1
+            why = PeerFault(f"{self._track}, layer {layer}, block {block} was discarded: {error}")
+            logger.warning("%s", why)
+            self._again(_Span(item.location, item.location, self._discarded[item.location]), why)
             return False
         self._placed += 1
         self._progress.placed(self._assembly.entry.segment, layer, usable)
