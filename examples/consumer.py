@@ -16,8 +16,8 @@ import moqt
 from examples.model import Continuation
 from examples.role import Role, command_line, play
 from examples.timeline import Step
+from kvcs import CacheIncomplete, Subscriber
 from kvcs.console import describe_missing
-from kvcs.subscriber import CacheIncomplete, Subscriber
 
 DISCOVERY = 10.0  # seconds for the producer to begin
 

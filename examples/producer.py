@@ -13,7 +13,7 @@ from examples.llama import Cache, Float16
 from examples.model import Model, complete_tokens
 from examples.role import Role, command_line, play
 from examples.timeline import Step
-from kvcs.publisher import Publisher, Segment
+from kvcs import Publisher, Segment
 
 
 async def produce(role: Role) -> None:

@@ -20,8 +20,7 @@ import numpy as np
 from examples.model import DTYPE, MODEL_NAMES, Model
 from examples.smollm import WeightsMissing
 from examples.timeline import Step
-from kvcs.errors import KvcsError
-from kvcs.identity import Descriptor, ScopeKey
+from kvcs import Descriptor, KvcsError, ScopeKey
 from moqt.errors import MoqtError
 
 OBJECT_SIZE = 16 * 1024  # octets that an Object should have at least (kvcs 9)
