@@ -407,10 +407,13 @@ class MemoryConnection(BaseConnection[MemoryStream]):
         self._urgent.pop(stream.id, None)
 
     def _maybe_done(self, stream: MemoryStream) -> None:
-        """Forget a stream that is over on both sides and in the application, and return its credit."""
-        if not (stream.sending_done and stream.receiving_done and stream.released):
+        """Forget a stream that is over on both sides; return the credit of one that the peer opened, once the
+        application is done with it too.
+        """
+        ours = (stream.id & 1) != self.is_client
+        if not (stream.sending_done and stream.receiving_done and (ours or stream.released)):
             return
-        if self._streams.pop(stream.id, None) is None or (stream.id & 1) != self.is_client:
+        if self._streams.pop(stream.id, None) is None or ours:
             return
         self._stream_limit[stream.bidirectional] += 1
         self._tell_stream_limit(stream.bidirectional)

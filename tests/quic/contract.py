@@ -357,6 +357,28 @@ class Contract:
         await until_quiet(small.client)
         assert stream.credit > SMALL.max_stream_data // 2
 
+    async def test_bytes_beyond_the_credit_wait_for_it(self, small: Ends) -> None:
+        data = noise(1 << 20)
+        stream = small.client.open(bidirectional=False)
+        stream.hand(data, fin=True)
+        assert stream.credit == 0
+        assert await read_all(await small.server.accept()) == data
+        await until_quiet(small.client)
+        assert small.client.unsent == 0
+
+    async def test_a_throttled_stream_lets_others_pass(self, small: Ends) -> None:
+        """Bytes of a stream that nobody reads stand first in line; those of the next stream go before."""
+        first, second = (small.client.open(bidirectional=False) for _ in range(2))
+        first.hand(bytes(100_000), fin=True)
+        second.hand(b"passes", fin=True)
+        unread = await small.server.accept()
+        incoming = await small.server.accept()
+        if incoming.id != second.id:
+            unread, incoming = incoming, unread
+        assert await read_all(incoming) == b"passes"
+        assert small.client.unsent > 0
+        assert len(await read_all(unread)) == 100_000
+
     async def test_unread_streams_do_not_starve_control_and_requests(self, small: Ends) -> None:
         """The windows are full of data that nobody reads; requests still go to and fro."""
         offer = Offer(small.server, streams=32, each=1 << 20)
@@ -678,9 +700,13 @@ class Contract:
         await ends.client.open(bidirectional=False).write(b"whole", fin=True)
         incoming = await ends.server.accept()
         await until_quiet(ends.client)
+        await ends.client.open(bidirectional=False).write(b"not accepted", fin=True)
+        await until_quiet(ends.client)
         ends.server.close(0, "bye")
         with pytest.raises(ConnectionClosed):
             await incoming.read()
+        with pytest.raises(ConnectionClosed):
+            await ends.server.accept()
 
     async def test_aborting_after_the_end_has_no_effect(self, ends: Ends) -> None:
         stream = ends.client.open(bidirectional=True)

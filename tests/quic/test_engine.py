@@ -272,6 +272,16 @@ async def test_datagrams_that_wait_are_few(ends: Ends) -> None:
     assert len(arrived) == DATAGRAMS_WAITING
 
 
+async def test_a_packet_that_comes_twice_counts_once(certificates: Certificates) -> None:
+    async with simulated_ends(certificates, repeat=1.0) as ends:
+        arrived: list[bytes] = []
+        ends.server.on_datagram = arrived.append
+        for number in range(20):
+            ends.client.send_datagram(bytes([number]))
+        await until_quiet(ends.client)
+        assert arrived == [bytes([number]) for number in range(20)]
+
+
 async def test_the_longest_datagram(ends: Ends) -> None:
     limit = aioquic(ends.client).engine.datagram_limit
     arrived: list[bytes] = []
