@@ -176,6 +176,7 @@ class MemoryConnection(BaseConnection[MemoryStream]):
     def close(self, code: int = 0, reason: str = "") -> None:
         if self.closed is None:
             reason = cut_reason(reason)
+            self._send_some()
             self._link.post(self, self.peer_end.on_close, code, reason)
             self.ended(ConnectionClosed(code, reason, remote=False, application=True))
             self._loop.call_later(3 * self._link.latency, self.over)

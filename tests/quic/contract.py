@@ -597,6 +597,14 @@ class Contract:
                     assert end.application
                     assert end.remote is remote
 
+    async def test_what_was_written_just_before_the_close_leaves(self, ends: Ends) -> None:
+        if not self.exact:
+            return
+        await ends.client.open(bidirectional=False).write(b"last words", fin=True)
+        ends.client.close(0, "bye")
+        assert await read_all(await ends.server.accept()) == b"last words"
+        assert (await ends.server.wait_closed()).reason == "bye"
+
     async def test_a_long_reason_is_cut(self, ends: Ends) -> None:
         ends.client.close(2, "é" * 5000)
         end = await ends.server.wait_closed()

@@ -203,6 +203,23 @@ async def test_a_cancelled_dial_leaves_nothing(certificates: Certificates, silen
             await task
 
 
+async def test_a_dial_that_is_cancelled_at_any_turn_leaves_nothing(certificates: Certificates) -> None:
+    async with serving(certificates) as server:
+        for turns in range(1000):
+            task = asyncio.create_task(dial("127.0.0.1", server.port, alpn=ALPN, ca=certificates.ca))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            try:
+                client = await task
+            except asyncio.CancelledError:
+                continue
+            await finish(client)
+            break
+        assert turns > 1
+        await until(lambda: not server.listener.connections)
+
+
 async def test_an_unknown_host(certificates: Certificates) -> None:
     with pytest.raises(ConnectionLost, match="no-such-host"):
         await dial("no-such-host.invalid", 4433, alpn=ALPN, ca=certificates.ca)
