@@ -14,6 +14,7 @@ from moqt.errors import (
     ProtocolError,
     RequestCode,
     RequestRejected,
+    ResetCode,
     SessionClosed,
     StreamReset,
     UsageError,
@@ -150,14 +151,19 @@ async def ask(
             made = make(channel)
             session.keep(made)
             try:
-                return made, await _exchange(channel, fin)
+                reply = await _exchange(channel, fin)
+                if fin:
+                    session.spawn(_leave(channel, session.limits.linger), "end of a request")
+                return made, reply
             except ProtocolError as error:
                 session.forget(made)
                 session.abort(error.code, error.reason)
                 raise
             except BaseException as error:
                 session.forget(made)
-                if not isinstance(error, RequestRejected):
+                if isinstance(error, RequestRejected):
+                    session.spawn(_leave(channel, session.limits.linger), "end of a request")
+                else:
                     channel.cancel()
                 raise
     except TimeoutError:
@@ -174,9 +180,20 @@ async def _exchange(channel: RequestStream, fin: bool) -> Message:
         pass
     assert reply is not None  # FIN without a reply is an error (moqt 3.4).
     if isinstance(reply, RequestError):
-        await channel.finish()
         raise rejected(reply)
     return reply
+
+
+async def _leave(channel: RequestStream, seconds: float) -> None:
+    """The request is over with its reply: FIN, and read what the peer still says, to its FIN, `seconds` at
+    most (moqt 3.4). Else a second final reply would not be seen (moqt 20 #22), and the stream never go.
+    """
+    await channel.finish()
+    try:
+        async with asyncio.timeout(seconds):
+            await channel.drain()
+    except TimeoutError:
+        channel.stream.stop(ResetCode.CANCELLED)
 
 
 def rejected(message: RequestError) -> RequestRejected:
