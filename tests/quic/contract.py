@@ -467,6 +467,17 @@ class Contract:
                             await stream.write(b"", fin=True)
                 assert numbers == set(range(160))
 
+    async def test_160_streams_at_once(self, ends: Ends) -> None:
+        """All are open and half sent before any ends; limits of 128 would not do."""
+        streams = [ends.server.open(bidirectional=False) for _ in range(160)]
+        for stream in streams:
+            stream.hand(stream.id.to_bytes(4, "big") * 500)
+        incoming = [await ends.client.accept() for _ in streams]
+        for stream in streams:
+            stream.hand(stream.id.to_bytes(4, "big") * 500, fin=True)
+        for stream in incoming:
+            assert await read_all(stream) == stream.id.to_bytes(4, "big") * 1000
+
     async def test_open_refuses_without_credit(self) -> None:
         few = QuicOptions(max_uni_streams=3, max_bidi_streams=2)
         async with self.connect(few, few) as ends:

@@ -453,10 +453,16 @@ async def test_a_callback_that_raises_costs_one_connection(certificates: Certifi
 async def test_a_stock_aioquic_client(certificates: Certificates) -> None:
     configuration = QuicConfiguration(alpn_protocols=ALPN)
     configuration.load_verify_locations(str(certificates.ca))
+    tickets: list[object] = []
     data = noise(1 << 20)
     async with (
         serving(certificates) as server,
-        connect("127.0.0.1", server.port, configuration=configuration) as client,
+        connect(
+            "127.0.0.1",
+            server.port,
+            configuration=configuration,
+            session_ticket_handler=tickets.append,
+        ) as client,
     ):
         other = await server.connections.get()
         reader, writer = await client.create_stream()
@@ -467,6 +473,7 @@ async def test_a_stock_aioquic_client(certificates: Certificates) -> None:
         await incoming.write(data, fin=True)
         assert await reader.read() == data
         client.close()
+    assert tickets == []  # without tickets there is no 0-RTT, which could be replayed
 
 
 async def test_a_stock_aioquic_server(certificates: Certificates) -> None:
