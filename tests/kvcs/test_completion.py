@@ -19,6 +19,7 @@ from kvcs.retrieval import SETTLE
 from kvcs.subscriber import CacheIncomplete
 from moqt.errors import DoneCode
 from moqt.filters import Location
+from moqt.track import Track, TrackWatcher
 from tests.kvcs.stage import (
     CACHE,
     MODEL,
@@ -218,6 +219,24 @@ async def test_a_subscription_that_ends_early_is_made_again(code: DoneCode) -> N
             await asyncio.sleep(1)
             await put_layers(publication.segment, CACHE, first=layer, last=layer)
         check_layers(await task, CACHE)
+
+
+async def test_subscriptions_that_end_again_and_again() -> None:
+    """Without bringing anything: that is not tried for ever."""
+    async with stage() as scene:
+        publication = scene.publisher().publish(TOKENS)
+        await put_layers(publication.segment, CACHE, last=1)
+        for track in publication.segment.tracks.values():
+            watch = track.watch
+
+            def watch_and_end(watcher: TrackWatcher, watch: Any = watch, track: Track = track) -> None:
+                watch(watcher)
+                asyncio.get_running_loop().call_later(0.1, track.close, DoneCode.TOO_FAR_BEHIND)
+
+            track.watch = watch_and_end  # type: ignore[method-assign]  # a fault, for once
+        at, error = await incomplete(scene)
+        assert at < 2
+        assert error.missing == tuple(Missing(0, layer, block) for layer in (2, 3) for block in range(BLOCKS))
 
 
 # Signs that come too early

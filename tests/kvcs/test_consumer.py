@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvcs.assembly import Layer
+from kvcs.assembly import Layer, SegmentAssembly
 from kvcs.subscriber import CacheIncomplete
 from moqt.errors import SessionClosed
 from moqt.limits import Limits
@@ -343,3 +343,18 @@ async def test_times_of_layers() -> None:
         for times in reception.times.values():
             assert times.usable is not None
             assert 0 < times.first_object <= times.usable <= now()
+
+
+@pytest.mark.virtual
+async def test_a_fault_of_ours_is_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a task of the reception raises, and should not, reaches the consumer."""
+
+    def broken(*_: object) -> bool:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(SegmentAssembly, "place", broken)
+    async with stage() as scene:
+        await put_layers(scene.publisher().publish(TOKENS).segment, CACHE)
+        with pytest.raises(RuntimeError, match="a bug"):
+            await scene.receive()
+        await nothing_left(scene)

@@ -501,6 +501,19 @@ async def test_digests_that_contradict_what_was_handed_out(partial: bool) -> Non
                 await collect(reception)
 
 
+async def test_a_later_segment_without_a_usable_codec() -> None:
+    """What comes before it is received, and that is the end."""
+    async with stage() as scene:
+        publisher = scene.publisher()
+        publication = publisher.publish(TOKENS)
+        await put_layers(publication.segment, CACHE)
+        publisher.encodings = scene.publisher(codecs=["x-shuffle-zlib"]).encodings
+        publication.add_segment([1, 2])
+        async with await scene.subscriber(codecs=["raw"]).receive([*TOKENS, 1, 2]) as reception:
+            check_layers(await collect(reception), CACHE)
+            assert reception.blocks == BLOCKS
+
+
 def grow(publication: Publication, keys: list[bytes]) -> None:
     """Publish a version in which segment 1 has all blocks of `keys` that segment 0 has not."""
     first, second = publication.manifest.segments
