@@ -242,7 +242,6 @@ async def test_subscriptions_that_end_again_and_again() -> None:
 # Signs that come too early
 
 
-@pytest.mark.requirement("R7.2a")
 @pytest.mark.parametrize("delay", [SETTLE - 0.1, SETTLE + 1])
 @pytest.mark.parametrize("sign", ["End of Track", "PUBLISH_DONE"])
 async def test_the_end_overtakes_the_streams(sign: str, delay: float) -> None:

@@ -176,7 +176,6 @@ async def test_a_layer_leaves_before_the_next_is_computed() -> None:
         assert at - began < 0.1
 
 
-@pytest.mark.requirement("R7.2a")
 @pytest.mark.virtual
 async def test_several_subscribers_at_different_moments() -> None:
     """Each gets everything, whatever the others do."""
