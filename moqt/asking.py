@@ -106,7 +106,7 @@ class OwnRequest:
     def _check_alive(self) -> None:
         if self._error is not None:
             raise self._error
-        if self.request.over:
+        if self.request.over or self.request.finished:
             raise RequestRejected(RequestCode.INTERNAL_ERROR, "the request is over, nothing can be updated")
 
 
@@ -151,20 +151,14 @@ async def ask(
             made = make(channel)
             session.keep(made)
             try:
-                reply = await _exchange(channel, fin)
-                if fin:
-                    session.spawn(_leave(channel, session.limits.linger), "end of a request")
-                return made, reply
-            except ProtocolError as error:
-                session.forget(made)
-                session.abort(error.code, error.reason)
-                raise
+                return made, await _exchange(channel, fin)
             except BaseException as error:
-                session.forget(made)
-                if isinstance(error, RequestRejected):
-                    session.spawn(_leave(channel, session.limits.linger), "end of a request")
-                else:
+                if isinstance(error, ProtocolError):
+                    session.abort(error.code, error.reason)
+                elif not isinstance(error, RequestRejected):
                     channel.cancel()
+                # What came of it already goes with it.
+                made.fail(error if isinstance(error, Exception) else StreamReset(ResetCode.CANCELLED))
                 raise
     except TimeoutError:
         if scope.expired():
@@ -180,20 +174,9 @@ async def _exchange(channel: RequestStream, fin: bool) -> Message:
         pass
     assert reply is not None  # FIN without a reply is an error (moqt 3.4).
     if isinstance(reply, RequestError):
+        await channel.finish()
         raise rejected(reply)
     return reply
-
-
-async def _leave(channel: RequestStream, seconds: float) -> None:
-    """The request is over with its reply: FIN, and read what the peer still says, to its FIN, `seconds` at
-    most (moqt 3.4). Else a second final reply would not be seen (moqt 20 #22), and the stream never go.
-    """
-    await channel.finish()
-    try:
-        async with asyncio.timeout(seconds):
-            await channel.drain()
-    except TimeoutError:
-        channel.stream.stop(ResetCode.CANCELLED)
 
 
 def rejected(message: RequestError) -> RequestRejected:

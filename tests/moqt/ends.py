@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from moqt.errors import DoneCode
 from moqt.filters import Location, LocationFilter
 from moqt.limits import Limits
 from moqt.names import FullTrackName
@@ -20,7 +21,6 @@ from moqt.track import Track, Tracks
 from moqt.wire import (
     Message,
     MessageDecoder,
-    Parameters,
     Request,
     RequestError,
     Setup,
@@ -247,6 +247,29 @@ def check_once(found: Iterable[At], expected: Iterable[At]) -> None:
     assert sorted(counts) == sorted(expected)
 
 
+OLD: list[At] = [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1)]
+NEW: list[At] = [(2, 2), (2, 3), (3, 0), (3, 1), (4, 0), (4, 1), (4, 2), (6, 0)]
+"""The Track of many tests: what was there before, and what comes after. Group 2 is in progress."""
+
+
+def old_track(*, one_subgroup: bool = True) -> Track:
+    """A Track with OLD."""
+    track = Track(NAME, one_subgroup=one_subgroup)
+    publish(track, *OLD)
+    track.end_group(0, 2)
+    track.end_group(1, 3)
+    return track
+
+
+async def finish(ends: Ends, subscription: Subscription, code: DoneCode = DoneCode.TRACK_ENDED) -> list[Item]:
+    """End the Track, and take all that is left."""
+    ends.tracks.remove(NAME, code)
+    items = await collect(subscription)
+    assert subscription.done is not None
+    assert subscription.done.status == code
+    return items
+
+
 def tables_of(session: Session) -> dict[str, int]:
     """How many entries the tables of a session have that must be empty when all is over."""
     subscribing, publishing = session.subscribing, session.publishing
@@ -263,8 +286,3 @@ def tables_of(session: Session) -> dict[str, int]:
         "scheduled": len(session.scheduler._open) + len(session.scheduler._unopened),
         "followers": len(session._followers),
     }
-
-
-def nothing() -> Parameters:
-    """No parameters."""
-    return Parameters()
