@@ -36,12 +36,14 @@ PARALLEL_FETCHES: Final = 2
 class Retrieval:
     """A segment that `assembly` puts together from what `source` publishes. It begins at once.
 
-    `lost` are the layers that this publication is known not to bring; `stopped`, that it brings no more.
+    `live`: the segment was in production then. `lost` are the layers that this publication is known not to
+    bring; `stopped`, that it brings no more.
     """
 
     def __init__(self, source: Source, assembly: SegmentAssembly, progress: Progress) -> None:
         self.source = source
         self.assembly = assembly
+        self.live = not assembly.entry.complete
         self.lost: set[int] = set()
         self.stopped = False
         self._tracks = {track: _TrackRetrieval(self, track, progress) for track in assembly.tracks}
@@ -80,7 +82,7 @@ class _TrackRetrieval:
         self._failures: Counter[Location] = Counter()
         """How often an Object has not come, although it should, or was discarded."""
         self._spans: asyncio.Queue[tuple[Location, Location]] = asyncio.Queue()
-        self._live = not self._assembly.entry.complete
+        self._live = retrieval.live
         self._tasks = [progress.spawn(self._fetch_spans()) for _ in range(PARALLEL_FETCHES)]
         if self._live:
             self._tasks.append(progress.spawn(self._receive()))

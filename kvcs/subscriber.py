@@ -53,8 +53,9 @@ class Subscriber:
     `codecs` are the codecs to take, the preferred first. `patience` is how many seconds may pass without
     progress before the rest counts as missing, `budget` how many the whole may take, from the call of
     `receive` on (None: no bound but patience): not more than recomputing would (kvcs 7.4). `segment_wait` is
-    how long to wait for a further segment when those announced are done and do not cover the tokens.
-    `require_signed` accepts only "manifest.cose". Raises InvalidValue.
+    how long to wait for a further segment when those announced are done and do not cover the tokens; not
+    when all was complete from the start, since then nothing more is likely to come. `require_signed` accepts
+    only "manifest.cose". Raises InvalidValue.
     """
 
     def __init__(
@@ -410,7 +411,8 @@ class Reception:
         loop = asyncio.get_running_loop()
         subscriber, progress = self._subscriber, self._progress
         done = all(retrieval.assembly.done for retrieval in self._retrievals)
-        if done and self._covered >= self._wanted.blocks:
+        live = any(retrieval.live for retrieval in self._retrievals)
+        if done and (self._covered >= self._wanted.blocks or not live):
             self._over = True
             return
         patience = subscriber.segment_wait if done else subscriber.patience

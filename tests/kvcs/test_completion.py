@@ -28,6 +28,7 @@ from tests.kvcs.stage import (
     Stage,
     Wiretap,
     check_layers,
+    collect,
     now,
     put_layers,
     put_one_by_one,
@@ -237,6 +238,24 @@ async def test_subscriptions_that_end_again_and_again() -> None:
         at, error = await incomplete(scene)
         assert at < 2
         assert error.missing == tuple(Missing(0, layer, block) for layer in (2, 3) for block in range(BLOCKS))
+
+
+@pytest.mark.parametrize("live", [True, False])
+async def test_a_further_segment_is_waited_for_while_there_is_production(live: bool) -> None:
+    """The tokens go on after what is published: a segment may follow, but hardly when all was complete."""
+    async with stage() as scene:
+        publication = scene.publisher().publish(TOKENS)
+        await put_layers(publication.segment, CACHE, last=2 if live else None)
+        subscriber = scene.subscriber(segment_wait=3.0)
+        async with await subscriber.receive([*TOKENS, 1, 2]) as reception:
+            task = asyncio.create_task(collect(reception))
+            await asyncio.sleep(0.5)
+            if live:
+                await put_layers(publication.segment, CACHE, first=3)
+            at = now()
+            check_layers(await task, CACHE)
+            assert reception.blocks == BLOCKS
+            assert (3.0 <= now() - at < 3.1) if live else now() == at
 
 
 # Signs that come too early
