@@ -143,18 +143,19 @@ async def test_fill_and_complete_manifest_alone(join: int) -> None:
         assert complete < at < complete + SOON
 
 
-async def test_end_of_group_tells_of_its_layer() -> None:
+@pytest.mark.parametrize("block", range(BLOCKS))
+async def test_end_of_group_tells_of_its_layer(block: int) -> None:
     """While production goes on, the consumer knows that a layer which has ended will not be whole."""
     async with stage() as scene:
         publication = scene.publisher().publish(TOKENS)
-        lose(publication, "k.raw.s0", 1, 1)
+        lose(publication, "k.raw.s0", 1, block)
         task = asyncio.create_task(incomplete(scene))
         await asyncio.sleep(1)
         await put_layers(publication.segment, CACHE, last=1)
         put = now()
         at, error = await task
         assert at < put + 0.5
-        assert error.missing[0] == Missing(0, 1, 1)
+        assert error.missing[0] == Missing(0, 1, block)
         assert "k.raw.s0" in error.reason
         assert len(error.missing) == 1 + 2 * BLOCKS  # and layers 2 and 3, which are not published
 
