@@ -413,8 +413,6 @@ class Engine(QuicConnection):
                 self._key_update_at = number + KEY_UPDATE_PACKETS
                 self.request_key_update()
             payload = b"".join(filling.pieces)
-            if len(payload) < 4:
-                payload += bytes(4 - len(payload))
             header = bytes((flags | crypto.key_phase << 2,)) + cid + (number & 0xFFFF).to_bytes(2, "big")
             datagram = crypto.encrypt_packet(header, payload, number)
             builder._packet_number = number + 1

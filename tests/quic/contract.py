@@ -360,8 +360,11 @@ class Contract:
     async def test_bytes_beyond_the_credit_wait_for_it(self, small: Ends) -> None:
         data = noise(1 << 20)
         stream = small.client.open(bidirectional=False)
-        stream.hand(data, fin=True)
+        stream.hand(data[:500_000])
         assert stream.credit == 0
+        await until_quiet(small.client)
+        assert 0 < small.client.unsent < 500_000
+        stream.hand(data[500_000:], fin=True)
         assert await read_all(await small.server.accept()) == data
         await until_quiet(small.client)
         assert small.client.unsent == 0
@@ -646,6 +649,8 @@ class Contract:
         few = QuicOptions(max_uni_streams=4, max_stream_data=64 * 1024)
         async with self.connect(few, few) as ends:
             tasks = await self._waiters(ends, ends.client)
+            tasks["ping"] = asyncio.create_task(ends.client.ping())
+            await asyncio.sleep(0)
             (ends.client if here else ends.server).close(3, "over")
             for name, task in tasks.items():
                 with pytest.raises(ConnectionClosed) as caught:
@@ -658,6 +663,7 @@ class Contract:
         async with self.connect(few, few) as ends:
             tasks = await self._waiters(ends, ends.server)
             ends.cut()
+            tasks["ping"] = asyncio.create_task(ends.server.ping())
             for name, task in tasks.items():
                 with pytest.raises(ConnectionClosed) as caught:
                     await task
