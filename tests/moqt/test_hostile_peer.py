@@ -964,10 +964,11 @@ def _tokens() -> Iterator[Row]:
         again,
         about(
             FETCH,
-            "0203" + prefixed(vi(delete, 1)).hex() + "00" + prefixed(vi(register, 1, 0)).hex(),
+            "0203" + prefixed(vi(delete, 1)).hex() + "00" + prefixed(vi(register, 1, 0) + b"efgh").hex(),
             number=1,
         ),
         LIVES,
+        limits=small,
     )
     rejected = _after_another(
         about(SUBSCRIBE, token(register, 1, 0), FullTrackName(NAMESPACE, b"not offered"))
@@ -1281,9 +1282,11 @@ async def test_a_request_before_setup_is_served_after_it(session_is_client: bool
     async with meeting(session_is_client, Scene(setup=None)) as peer:
         request = Subscribe(peer.ids.mine, OFFERED)
         stream = await peer.request(encode(request))
+        reading = asyncio.create_task(messages(stream, request, 1))
         await in_time(peer.connection.ping())
+        assert not reading.done()
         await peer.open_control(encode(Setup()))
-        assert isinstance((await messages(stream, request, 1))[0], SubscribeOk)
+        assert isinstance((await reading)[0], SubscribeOk)
         await peer.assert_alive()
 
 
