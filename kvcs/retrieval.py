@@ -81,6 +81,8 @@ class _TrackRetrieval:
         """Of them, those that fetches brought."""
         self._failures: Counter[Location] = Counter()
         """How often an Object has not come, although it should, or was discarded."""
+        self._ended: set[int] = set()
+        """Groups to which the live track adds nothing more."""
         self._spans: asyncio.Queue[tuple[Location, Location]] = asyncio.Queue()
         self._live = retrieval.live
         self._tasks = [progress.spawn(self._fetch_spans()) for _ in range(PARALLEL_FETCHES)]
@@ -153,6 +155,8 @@ class _TrackRetrieval:
                         last_of_fill = self._now()
                     self._take(item)
                 elif isinstance(item, StreamEnd) and item.group is not None:
+                    if item.code is None:
+                        self._ended.add(item.group)
                     # It was to bring what is `live` of the Group.
                     end = Location(item.group, assembly.blocks - 1)
                     self.fetch(max(live, Location(item.group, 0)), end)
@@ -175,23 +179,29 @@ class _TrackRetrieval:
     async def _fetch(self, first: Location, last: Location) -> None:
         """Fetch Objects without a gap, and once more those that did not come, if that is of any use."""
         fetched = self._fetched
+        growing = self._live and last.group not in self._ended
+        lacking = PeerFault(
+            f"{self._track} lacks something from layer {first.group}, block {first.object} "
+            f"to layer {last.group}, block {last.object}"
+        )
         try:
             location_filter, range_filters = self._filters(first, last)
             async with await self._session.fetch(
                 self._name, filter=location_filter, range_filters=range_filters
             ) as fetch:
                 discarded = await self._take_all(fetch)
-            if self._live and fetch.end is not None and not fetch.end.end_of_track:
+            if growing and fetch.end is not None and not fetch.end.end_of_track:
                 last = min(last, fetch.end.end)  # What follows is not published yet: it comes live.
-            gaps = PeerFault(f"{self._track}: not all from {first} to {last} is there")
-            self._failed(first, last, gaps, but=discarded)
+            self._failed(first, last, lacking, but=discarded)
         except DeadlineExceeded as silence:
             # The stream may have broken off before its header came; or nothing comes, and then patience ends.
             self._progress.note(silence)
         except RequestRejected as rejection:
-            if self._live and rejection.code == RequestCode.INVALID_RANGE:
-                return  # Nothing of it is published yet.
-            if rejection.retry_after is None:
+            if rejection.code == RequestCode.INVALID_RANGE:
+                if growing:
+                    return  # Nothing of it is published yet.
+                self._failed(first, last, lacking, times=ATTEMPTS)
+            elif rejection.retry_after is None:
                 self._failed(first, last, rejection, times=ATTEMPTS)
             else:
                 self._progress.note(rejection)
