@@ -151,11 +151,16 @@ async def ask(
             made = make(channel)
             session.keep(made)
             try:
-                return made, await _exchange(channel, fin)
+                reply = await _exchange(channel, fin)
+                if fin:
+                    session.spawn(_leave(channel, session.limits.linger), "end of a request")
+                return made, reply
             except BaseException as error:
                 if isinstance(error, ProtocolError):
                     session.abort(error.code, error.reason)
-                elif not isinstance(error, RequestRejected):
+                elif isinstance(error, RequestRejected):
+                    session.spawn(_leave(channel, session.limits.linger), "end of a request")
+                else:
                     channel.cancel()
                 # What came of it already goes with it.
                 made.fail(error if isinstance(error, Exception) else StreamReset(ResetCode.CANCELLED))
@@ -174,9 +179,20 @@ async def _exchange(channel: RequestStream, fin: bool) -> Message:
         pass
     assert reply is not None  # FIN without a reply is an error (moqt 3.4).
     if isinstance(reply, RequestError):
-        await channel.finish()
         raise rejected(reply)
     return reply
+
+
+async def _leave(channel: RequestStream, seconds: float) -> None:
+    """The request is over with its reply: FIN, and read what the peer still says, to its FIN, `seconds` at
+    most (moqt 3.4). Else a second final reply would not be seen (moqt 20 #22), and the stream never go.
+    """
+    await channel.finish()
+    try:
+        async with asyncio.timeout(seconds):
+            await channel.drain()
+    except TimeoutError:
+        channel.stream.stop(ResetCode.CANCELLED)
 
 
 def rejected(message: RequestError) -> RequestRejected:
