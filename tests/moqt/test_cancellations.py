@@ -12,10 +12,13 @@ from functools import partial
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import moqt
 from moqt import Fill, LocationFilter, QuicOptions, ReceivedObject, Session, SessionCode, Track, Tracks
 from moqt.quic.memory import Link, MemoryConnection, pair
+from moqt.requests import RequestIds
 from tests.moqt.scene import (
     EVERYTHING,
     NAMESPACE,
@@ -395,3 +398,50 @@ async def test_a_filter_of_nothing_is_no_hang() -> None:
                     await anext(subscription)
         await quiet()
         assert (leftovers(scene.publisher), leftovers(scene.subscriber)) == before
+
+
+async def test_a_request_that_never_left_costs_nothing_for_ever() -> None:
+    """Its Request ID is lost. The peer does not keep all that come after it, and takes any number of them."""
+    track = make_track(b"k")
+    filled(track, range(1), 1, 1000)
+    async with sessions(track) as scene:
+        for _ in range(20):
+            await cut_short(scene.subscriber.track_status(track.name), 0, late=False)
+            await scene.subscriber.track_status(track.name)
+        assert scene.publisher.error is None
+    ids = RequestIds(is_client=False)
+    ids.check(0)
+    for number in range(4, 300_000, 2):
+        ids.check(number)
+    ids.check(2)
+    for used in (0, 2, 4, 299_998):
+        with pytest.raises(moqt.ProtocolError, match="was used before"):
+            ids.check(used)
+
+
+@given(st.lists(st.integers(0, 60), max_size=60), st.booleans())
+def test_request_ids_are_used_once_in_any_order(numbers: list[int], is_client: bool) -> None:
+    ids = RequestIds(is_client=is_client)
+    used: set[int] = set()
+    for number in numbers:
+        if number % 2 == is_client and number not in used:
+            ids.check(number)
+            used.add(number)
+        else:
+            with pytest.raises(moqt.ProtocolError) as caught:
+                ids.check(number)
+            assert caught.value.code == SessionCode.INVALID_REQUEST_ID
+
+
+def test_request_ids_far_apart() -> None:
+    """However far a peer jumps, and however often, what is kept is bounded, and nothing is taken twice."""
+    ids = RequestIds(is_client=False)
+    last = (1 << 64) - 2
+    ids.check(last)
+    for number in range(0, 400_000, 4):
+        ids.check(number)
+    for number in (0, 399_996, last):
+        with pytest.raises(moqt.ProtocolError):
+            ids.check(number)
+    ids.check(last - 2)
+    assert len(ids._gaps) <= 65536
