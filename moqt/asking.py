@@ -38,6 +38,8 @@ class OwnRequest:
         self.request = stream
         self._updates: deque[asyncio.Future[RequestOk]] = deque()
         self._error: Exception | None = None
+        self._fin = False
+        """Whether the responder has said all that it had to."""
 
     async def follow(self) -> None:
         """Read the request stream to its end. Raises ProtocolError, ConnectionClosed."""
@@ -47,6 +49,8 @@ class OwnRequest:
                     self._answer(message)
                 else:
                     self._on_message(message)
+            self._fin = True
+            self._end_updates(_ended())  # moqt 3.4: no answer comes behind FIN.
             self._on_fin()
         except (StreamReset, RequestRejected) as error:
             self._broken(error)
@@ -55,10 +59,7 @@ class OwnRequest:
         """The request has ended by `error`; the first one counts."""
         if self._error is None:
             self._error = error
-        for future in self._updates:
-            if not future.done():
-                future.set_exception(self._error)
-                future.exception()  # Whoever waits gets it; nobody has to.
+        self._end_updates(self._error)
         self.session.forget(self)
 
     def lost(self, error: Exception) -> None:
@@ -94,6 +95,13 @@ class OwnRequest:
             raise session_error(closed) from None
         return await self.session.in_time(future, "the reply to a REQUEST_UPDATE")
 
+    def _end_updates(self, error: Exception) -> None:
+        """No update is answered any more."""
+        for future in self._updates:
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # Whoever waits gets it; nobody has to.
+
     def _answer(self, message: RequestOk | RequestError) -> None:
         future = self._updates.popleft()
         if future.done():  # Nobody waits any more.
@@ -106,8 +114,8 @@ class OwnRequest:
     def _check_alive(self) -> None:
         if self._error is not None:
             raise self._error
-        if self.request.over or self.request.finished:
-            raise RequestRejected(RequestCode.INTERNAL_ERROR, "the request is over, nothing can be updated")
+        if self._fin or self.request.over or self.request.finished:
+            raise _ended()
 
 
 R = TypeVar("R", bound=OwnRequest)
@@ -193,6 +201,10 @@ async def _leave(channel: RequestStream, seconds: float) -> None:
             await channel.drain()
     except TimeoutError:
         channel.stream.stop(ResetCode.CANCELLED)
+
+
+def _ended() -> RequestRejected:
+    return RequestRejected(RequestCode.INTERNAL_ERROR, "the request is over, nothing can be updated")
 
 
 def rejected(message: RequestError) -> RequestRejected:
