@@ -131,11 +131,11 @@ async def test_streams_that_were_never_opened_do_not_count() -> None:
 
 
 async def test_publish_done_waits_for_streams_that_never_came() -> None:
-    """But not for ever (moqt 4.2)."""
+    """But not for ever (moqt 4.2), and it is told that they are missing."""
     async with subscribed(limits=Limits(done_deadline=3.0)) as (_, _peer, subscription, talk):
         started = asyncio.get_running_loop().time()
         await talk.say(PublishDone(DoneCode.TRACK_ENDED, 1), fin=True)
-        assert await collect(subscription) == []
+        assert await collect(subscription) == [StreamEnd(None, False, ResetCode.INTERNAL_ERROR)]
         assert 3.0 <= asyncio.get_running_loop().time() - started < 3.1
 
 
@@ -154,6 +154,15 @@ async def test_publish_done_with_an_unknown_count_waits_for_what_runs() -> None:
         assert [item.payload for item in objects_of(await collect(subscription))] == [b"a", b"b"]
 
 
+async def test_a_count_that_no_memory_could_hold() -> None:
+    async with subscribed() as (_, peer, subscription, talk):
+        for _ in range(200):
+            peer.connection.open(bidirectional=False).reset(4)
+            await asyncio.sleep(0.01)
+        await talk.say(PublishDone(DoneCode.TRACK_ENDED, 2**63), fin=True)
+        assert 1 <= len(await collect(subscription)) <= 64
+
+
 async def test_a_counted_stream_that_was_reset_before_its_header() -> None:
     """It can't be told whose it was, so the wait for it is short."""
     async with subscribed() as (_, peer, subscription, talk):
@@ -161,7 +170,7 @@ async def test_a_counted_stream_that_was_reset_before_its_header() -> None:
         stream = peer.connection.open(bidirectional=False)
         stream.reset(4)
         await talk.say(PublishDone(DoneCode.TRACK_ENDED, 1), fin=True)
-        assert await collect(subscription) == []
+        assert await collect(subscription) == [StreamEnd(None, False, ResetCode.GOING_AWAY)]
         assert asyncio.get_running_loop().time() - started < 1
 
 
