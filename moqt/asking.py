@@ -38,6 +38,8 @@ class OwnRequest:
         self.request = stream
         self._updates: deque[asyncio.Future[RequestOk]] = deque()
         self._error: Exception | None = None
+        self._fin = False
+        """Whether the responder has said all that it had to."""
 
     async def follow(self) -> None:
         """Read the request stream to its end. Raises ProtocolError, ConnectionClosed."""
@@ -47,8 +49,9 @@ class OwnRequest:
                     self._answer(message)
                 else:
                     self._on_message(message)
+            self._fin = True
+            self._end_updates(_ended())  # moqt 3.4: no answer comes behind FIN.
             self._on_fin()
-            self._refuse_updates(_over())
         except (StreamReset, RequestRejected) as error:
             self._broken(error)
 
@@ -56,7 +59,7 @@ class OwnRequest:
         """The request has ended by `error`; the first one counts."""
         if self._error is None:
             self._error = error
-        self._refuse_updates(self._error)
+        self._end_updates(self._error)
         self.session.forget(self)
 
     def lost(self, error: Exception) -> None:
@@ -92,6 +95,13 @@ class OwnRequest:
             raise session_error(closed) from None
         return await self.session.in_time(future, "the reply to a REQUEST_UPDATE")
 
+    def _end_updates(self, error: Exception) -> None:
+        """No update is answered any more."""
+        for future in self._updates:
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # Whoever waits gets it; nobody has to.
+
     def _answer(self, message: RequestOk | RequestError) -> None:
         future = self._updates.popleft()
         if future.done():  # Nobody waits any more.
@@ -101,17 +111,11 @@ class OwnRequest:
         else:
             future.set_result(message)
 
-    def _refuse_updates(self, error: Exception) -> None:
-        for future in self._updates:
-            if not future.done():
-                future.set_exception(error)
-                future.exception()  # Whoever waits gets it; nobody has to.
-
     def _check_alive(self) -> None:
         if self._error is not None:
             raise self._error
-        if self.request.over or self.request.finished:
-            raise _over()
+        if self._fin or self.request.over or self.request.finished:
+            raise _ended()
 
 
 R = TypeVar("R", bound=OwnRequest)
@@ -155,11 +159,16 @@ async def ask(
             made = make(channel)
             session.keep(made)
             try:
-                return made, await _exchange(channel, fin)
+                reply = await _exchange(channel, fin)
+                if fin:
+                    session.spawn(_leave(channel, session.limits.linger), "end of a request")
+                return made, reply
             except BaseException as error:
                 if isinstance(error, ProtocolError):
                     session.abort(error.code, error.reason)
-                elif not isinstance(error, RequestRejected):
+                elif isinstance(error, RequestRejected):
+                    session.spawn(_leave(channel, session.limits.linger), "end of a request")
+                else:
                     channel.cancel()
                 # What came of it already goes with it.
                 made.fail(error if isinstance(error, Exception) else StreamReset(ResetCode.CANCELLED))
@@ -178,13 +187,24 @@ async def _exchange(channel: RequestStream, fin: bool) -> Message:
         pass
     assert reply is not None  # FIN without a reply is an error (moqt 3.4).
     if isinstance(reply, RequestError):
-        await channel.finish()
         raise rejected(reply)
     return reply
 
 
-def _over() -> RequestRejected:
-    return RequestRejected(RequestCode.INTERNAL_ERROR, "the request is over, so nothing can be updated")
+async def _leave(channel: RequestStream, seconds: float) -> None:
+    """The request is over with its reply: FIN, and read what the peer still says, to its FIN, `seconds` at
+    most (moqt 3.4). Else a second final reply would not be seen (moqt 20 #22), and the stream never go.
+    """
+    await channel.finish()
+    try:
+        async with asyncio.timeout(seconds):
+            await channel.drain()
+    except TimeoutError:
+        channel.stream.stop(ResetCode.CANCELLED)
+
+
+def _ended() -> RequestRejected:
+    return RequestRejected(RequestCode.INTERNAL_ERROR, "the request is over, nothing can be updated")
 
 
 def rejected(message: RequestError) -> RequestRejected:

@@ -34,7 +34,7 @@ class StoredObject:
     """
 
     location: Location
-    payload: tuple[memoryview, ...]
+    payload: tuple[Buffer, ...]
     size: int
     subgroup: int
     priority: int
@@ -120,11 +120,11 @@ class Track:
         """
         location = Location(group, object_id)
         pieces = (payload,) if isinstance(payload, (bytes, bytearray, memoryview)) else payload
-        views = tuple(memoryview(piece).cast("B") for piece in pieces)
+        octets = tuple(map(_octets, pieces))
         item = StoredObject(
             location,
-            views,
-            sum(map(len, views)),
+            octets,
+            sum(map(len, octets)),
             subgroup,
             self.priority if priority is None else priority,
             properties,
@@ -297,6 +297,14 @@ class Track:
 def _check_range(location: Location) -> None:
     if not 0 <= location.group <= MAX_VARINT or not 0 <= location.object <= MAX_VARINT:
         raise UsageError(f"a Group ID or Object ID is outside 0 … 2^64-1: {location}")
+
+
+def _octets(piece: Buffer) -> Buffer:
+    """`piece` as a sequence of octets: itself where it is one; a view more would cost 200 bytes an Object."""
+    plain = isinstance(piece, bytes) or (
+        isinstance(piece, memoryview) and piece.ndim == 1 and piece.format == "B"
+    )
+    return piece if plain else memoryview(piece).cast("B")
 
 
 def _content(item: StoredObject) -> tuple[bytes, int, int, bytes]:
