@@ -32,8 +32,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from rows import AIOQUIC, MAX_DATAGRAM_SIZE, ROWS, TCP, Row, Settings, Sunk, Usage
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.rows import AIOQUIC, MAX_DATAGRAM_SIZE, ROWS, TCP, Row, Settings, Sunk, Usage
 
 HERE: Final = Path(__file__).resolve().parent
 ROOT: Final = HERE.parent
