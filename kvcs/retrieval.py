@@ -141,9 +141,9 @@ class _TrackRetrieval:
                     async with asyncio.timeout(SETTLE):
                         item = await anext(subscription)
                 except TimeoutError:
-                    # A track is complete on End of Track, or when the fill has ended and the manifest says
-                    # so. Objects may still be on their way on other streams then, but not for long.
-                    if ended or (not filling and assembly.entry.complete):
+                    # A track is complete when the fill has ended, and End of Track or the manifest says so.
+                    # Objects may still be on their way on other streams then, but not for long.
+                    if not filling and (ended or assembly.entry.complete):
                         return True
                     continue
                 except StopAsyncIteration:

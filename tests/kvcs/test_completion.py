@@ -79,10 +79,11 @@ async def incomplete(scene: Stage, *, patience: float = PATIENCE) -> tuple[float
 
 
 @pytest.mark.requirement("R7.2d")
-async def test_end_of_track_alone() -> None:
+@pytest.mark.parametrize(("layer", "block"), [(0, 0), (2, 1), (3, 2)])
+async def test_end_of_track_alone(layer: int, block: int) -> None:
     async with stage() as scene:
         publication = scene.publisher().publish(TOKENS)
-        lose(publication, "v.raw.s0", 2, 1)
+        lose(publication, "v.raw.s0", layer, block)
         never_end_a_group(publication)
         never_complete(publication)
         task = asyncio.create_task(incomplete(scene))
@@ -90,7 +91,7 @@ async def test_end_of_track_alone() -> None:
         await put_layers(publication.segment, CACHE)
         ended = now()
         at, error = await task
-        assert error.missing == (Missing(0, 2, 1),)
+        assert error.missing == (Missing(0, layer, block),)
         assert ended < at < ended + SOON
 
 
