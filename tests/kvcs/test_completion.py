@@ -20,6 +20,7 @@ from kvcs.subscriber import CacheIncomplete
 from moqt.errors import DoneCode
 from moqt.filters import Location
 from moqt.track import Track, TrackWatcher
+from moqt.wire import Subscribe
 from tests.kvcs.stage import (
     CACHE,
     MODEL,
@@ -97,7 +98,8 @@ async def test_end_of_track_alone(layer: int, block: int) -> None:
 
 @pytest.mark.requirement("R7.2d")
 async def test_publish_done_for_track_ended_alone() -> None:
-    async with stage() as scene:
+    taps: list[Wiretap] = []
+    async with stage(tap=lambda link: taps.append(Wiretap(link))) as scene:
         publication = scene.publisher().publish(TOKENS)
         lose(publication, "v.raw.s0", 2, 1)
         never_end_a_group(publication)
@@ -114,6 +116,9 @@ async def test_publish_done_for_track_ended_alone() -> None:
         at, error = await task
         assert error.missing == (Missing(0, 2, 1),)
         assert ended < at < ended + 0.5
+    # Nor is there a reason to subscribe again.
+    requests = [one for one in taps[0].requests(from_client=True) if isinstance(one, Subscribe)]
+    assert [one.track.name for one in requests].count(b"v.raw.s0") == 1
 
 
 @pytest.mark.requirement("R7.2d")

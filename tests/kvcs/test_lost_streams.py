@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
 
 from kvcs.assembly import Layer
 from kvcs.retrieval import SETTLE, SILENCE
+from kvcs.subscriber import CacheIncomplete
 from moqt.quic.memory import Link
 from tests.kvcs.stage import (
     TOKENS,
@@ -20,6 +22,7 @@ from tests.kvcs.stage import (
     make_cache,
     now,
     put_layers,
+    put_one_by_one,
     stage,
 )
 
@@ -41,16 +44,21 @@ class Streams:
 
     def is_fill_of_data(self, piece: Piece) -> bool:
         """Whether it is the second fetch stream: the first one is the fill of the manifest."""
-        fetches = [stream for stream, data in self._note(piece).items() if data[0] == 0x05]
+        fetches = [stream for stream, data in self.note(piece).items() if data[0] == 0x05]
         return fetches[1:2] == [piece.stream]
 
     def is_group_2(self, piece: Piece) -> bool:
         """Whether it is the first stream of a Group 2: that of a data track."""
-        streams = self._note(piece).items()
+        streams = self.note(piece).items()
         groups = [stream for stream, data in streams if data[0] & 0x10 and data[2] == 2]
         return groups[:1] == [piece.stream]
 
-    def _note(self, piece: Piece) -> dict[int, bytes]:
+    def is_fetch_of_data(self, piece: Piece) -> bool:
+        """Whether it is a fetch stream, but for that of the manifest."""
+        fetches = [stream for stream, data in self.note(piece).items() if data[0] == 0x05]
+        return piece.stream in fetches[1:] and not piece.from_client
+
+    def note(self, piece: Piece) -> dict[int, bytes]:
         if not piece.from_client and piece.stream & 2 and piece.stream != CONTROL_STREAM_ID:
             self.first.setdefault(piece.stream, piece.data)
         return self.first
@@ -145,3 +153,66 @@ async def test_a_slow_fill_is_waited_for() -> None:
         check_layers(await task, CACHE, MODEL)
         assert now() > SETTLE + 0.7
     assert set(taps[0].data_objects(from_client=False).values()) == {1}
+
+
+async def test_a_group_that_breaks_off_before_all_of_it_is_published() -> None:
+    """The rest can't be fetched yet, and is not lost for that: it comes when it is there."""
+    broken: list[Piece] = []
+    times: list[float] = []
+    async with stage(tap=breaking(Streams().is_group_2, 4, broken)) as scene:
+        production = put_one_by_one(scene.publisher(MODEL).publish(TOKENS).segment, CACHE)
+        task = asyncio.create_task(receive(scene, times))
+        for _ in production:
+            await asyncio.sleep(0.4)
+        check_layers(await task, CACHE, MODEL)
+    assert len(broken) == 1
+
+
+@pytest.mark.parametrize("live", [False, True])
+async def test_fetches_that_break_off_with_something(live: bool) -> None:
+    """Each brings some Objects more, so none is lost, however often."""
+    count = 0
+    pieces: Counter[int] = Counter()
+    streams = Streams()
+
+    def change(piece: Piece) -> Piece | None:
+        nonlocal count
+        if not streams.is_fetch_of_data(piece):
+            return piece
+        pieces[piece.stream] += 1
+        if pieces[piece.stream] < 12:
+            return piece
+        count += 1
+        return None
+
+    def tap(link: Link) -> None:
+        wiretap = Wiretap(link)
+        wiretap.change = change
+        wiretap.reset_after = 0.1
+
+    async with stage(tap=tap) as scene:
+        segment = scene.publisher(MODEL).publish(TOKENS).segment
+        await put_layers(segment, CACHE, last=LAYERS - 2 if live else None)
+        task = asyncio.create_task(receive(scene, []))
+        await asyncio.sleep(2)
+        await put_layers(segment, CACHE, first=segment.next_layer)
+        check_layers(await task, CACHE, MODEL)
+    assert count > 10
+
+
+async def test_fetches_that_break_off_with_nothing() -> None:
+    """That is tried a few times, and no longer."""
+    streams = Streams()
+
+    def tap(link: Link) -> None:
+        wiretap = Wiretap(link)
+        wiretap.change = lambda piece: (
+            None if streams.is_fetch_of_data(piece) and len(piece.data) > 2 else piece
+        )
+        wiretap.reset_after = 0.1
+
+    async with stage(tap=tap) as scene:
+        await put_layers(scene.publisher(MODEL).publish(TOKENS).segment, CACHE)
+        with pytest.raises(CacheIncomplete, match="the peer reset the stream"):
+            await receive(scene, [])
+        assert now() < 1.0
