@@ -192,6 +192,7 @@ class Delivery(TrackWatcher):
         for key, subgroup in list(self._subgroups.items()):
             if key[0] == group:
                 self._scheduler.push(subgroup.outgoing, fin=True)
+        self._refused = {key for key in self._refused if key[0] != group}
 
     def _subgroup_ended(self, key: tuple[int, int], outgoing: Outgoing, code: int | None) -> None:
         current = self._subgroups.get(key)
