@@ -1,14 +1,11 @@
-"""When each layer of a cache was computed, arrived, was verified and was used: recorded by both ends, drawn
-as text here and as a picture in `timeline_svg`.
+"""When each layer of a cache was computed, arrived, was verified and was used: drawn as text here, and as a
+picture in `timeline_svg`.
 
-Times are seconds of one clock that both processes share: `time.monotonic()` on one machine. Both ends
-record into a `Timeline` of their own; `to_json` carries it over, `merge` joins the two.
+Times are seconds of one clock that all who report them share: `time.monotonic()` on one machine.
 """
 
 from __future__ import annotations
 
-import json
-import time
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -74,37 +71,13 @@ class Timeline:
     events: list[tuple[Step, int, float]] = field(default_factory=list)
     marks: list[tuple[str, float]] = field(default_factory=list)
 
-    def note(self, step: Step, layer: int, at: float | None = None) -> None:
-        """`step` happened to `layer`, now or at the time `at`."""
-        self.events.append((step, layer, time.monotonic() if at is None else at))
+    def note(self, step: Step, layer: int, at: float) -> None:
+        """`step` happened to `layer` at the time `at`."""
+        self.events.append((step, layer, at))
 
-    def mark(self, label: str, at: float | None = None) -> None:
+    def mark(self, label: str, at: float) -> None:
         """Something happened that is no layer's: drawn as a line across all rows."""
-        self.marks.append((label, time.monotonic() if at is None else at))
-
-    def merge(self, other: Timeline) -> None:
-        """Take over what the other end recorded."""
-        self.start = other.start if self.start is None else self.start
-        self.layers = max(self.layers, other.layers)
-        self.events += other.events
-        self.marks += other.marks
-
-    def to_json(self) -> str:
-        """One line."""
-        return json.dumps(
-            {"start": self.start, "layers": self.layers, "events": self.events, "marks": self.marks}
-        )
-
-    @classmethod
-    def from_json(cls, text: str) -> Timeline:
-        """Raises ValueError, KeyError or TypeError for anything but what `to_json` wrote."""
-        value = json.loads(text)
-        return cls(
-            None if value["start"] is None else float(value["start"]),
-            int(value["layers"]),
-            [(Step(step), int(layer), float(at)) for step, layer, at in value["events"]],
-            [(str(label), float(at)) for label, at in value["marks"]],
-        )
+        self.marks.append((label, at))
 
     @property
     def origin(self) -> float:
@@ -198,12 +171,21 @@ GUTTER, LAG_WIDTH = " " * 6, 11  # columns left and right of the plot
 
 
 def render_text(
-    timeline: Timeline, *, width: int = 100, ascii_only: bool = False, colour: bool = False
+    timeline: Timeline,
+    *,
+    width: int = 100,
+    span: float = 0.0,
+    live: bool = False,
+    ascii_only: bool = False,
+    colour: bool = False,
 ) -> str:
-    """The timeline in `width` columns, for a terminal: one line per layer, a scale above, a legend below."""
+    """The timeline in `width` columns, for a terminal: one line per layer, a scale above, a legend below. It
+    shows `span` seconds at least. `live`: what has not come yet may still come, and is not called missing.
+    """
     glyphs = ASCII if ascii_only else UNICODE
     columns = max(width - len(GUTTER) - LAG_WIDTH, 20)
-    per_column = timeline.span / (columns - 1)
+    span = max(span, timeline.span)
+    per_column = span / (columns - 1)
 
     def column(at: float) -> int:
         return min(max(round(at / per_column), 0), columns - 1)
@@ -227,13 +209,16 @@ def render_text(
         for kind, moment in (("verified", row.verified), ("used", row.used)):
             if moment is not None:
                 kinds[column(moment)] = kind
-        note = "not whole" if row.verified is None else "" if row.lag is None else duration(row.lag)
+        if row.verified is None:
+            note = "" if live else "not whole"
+        else:
+            note = "" if row.lag is None else duration(row.lag)
         return f"{row.layer:>5} {painted(kinds)}{note:>{LAG_WIDTH}}"
 
     def scale() -> str:
-        step = tick_step(timeline.span, max(columns // 10, 2))
+        step = tick_step(span, max(columns // 10, 2))
         text = ""
-        for tick in range(int(timeline.span / step) + 1):
+        for tick in range(int(span / step) + 1):
             label = tick_label(tick * step, step) + (" s" if tick == 0 else "")
             at = column(tick * step)
             if at >= len(text) and at + len(label) <= columns:

@@ -95,8 +95,8 @@ def _legend(x: float, y: float) -> Iterator[str]:
     yield _text(x + 34, y, "its Objects arrive at the consumer", size=13, fill=INK)
     x += 278
     yield _pointer(x + 6, y, 9, VERIFIED, up=False)
-    yield _text(x + 20, y, "verified and handed out", size=13, fill=INK)
-    x += 194
+    yield _text(x + 20, y, "every Object verified", size=13, fill=INK)
+    x += 178
     yield _pointer(x + 6, y - 9, 9, USED, up=True)
     yield _text(x + 20, y, "used: the consumer has computed with it", size=13, fill=INK)
 

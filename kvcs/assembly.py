@@ -6,12 +6,13 @@ Pure: no network and no clock.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvcs.codecs import CODECS
 from kvcs.errors import ManifestRejected
 from kvcs.layout import Buffer, Geometry, LayerBuffer, Tensor, split_kv
-from kvcs.manifest import SegmentEntry
+from kvcs.manifest import DIGEST_SIZE, SegmentEntry
 from kvcs.names import Component, DataTrack
 from kvcs.payload import Expected, data_digest, open_object
 
@@ -42,18 +43,18 @@ class Missing:
     block: int
 
 
-def choose_tracks(entry: SegmentEntry, codecs: tuple[str, ...]) -> tuple[DataTrack, ...]:
+def choose_tracks(entry: SegmentEntry, codecs: Sequence[str], geometry: Geometry) -> tuple[DataTrack, ...]:
     """What to receive of a segment: the "k" and "v" tracks of one codec, or one "kv" track (kvcs 3.2); () if
     nothing is known.
 
     `codecs` are the wanted codecs, the first preferred; the pair is preferred to a "kv" track of the same
-    codec.
+    codec. With attention "mla" there is no V of its own, so only a "kv" track will do (kvsp 2.4).
     """
     offered = set(entry.tracks)
     for codec in codecs:
         pair = tuple(DataTrack(component, codec, entry.segment) for component in (Component.K, Component.V))
         joint = DataTrack(Component.KV, codec, entry.segment)
-        if offered.issuperset(pair):
+        if geometry.v_head_dim and offered.issuperset(pair):
             return pair
         if joint in offered:
             return (joint,)
@@ -62,15 +63,17 @@ def choose_tracks(entry: SegmentEntry, codecs: tuple[str, ...]) -> tuple[DataTra
 
 @dataclass(slots=True)
 class _LayerState:
+    """A layer that is not whole: where its Objects go, and the Data Digests of those that are there."""
+
     buffers: dict[Component, LayerBuffer]
     placed: dict[DataTrack, dict[int, bytes]] = field(default_factory=dict)
-    """Per track: block -> Data Digest."""
 
 
 class SegmentAssembly:
     """One segment as far as it has come: `layers` of it (first, last), and its first `blocks` blocks.
 
-    `entry` is its newest description; replace it when a new manifest version comes.
+    Layers leave it in ascending order: `due` is the next one, which is taken, or skipped when it will not
+    come. `entry` is the segment's newest description; `update` replaces it.
     """
 
     def __init__(
@@ -85,13 +88,26 @@ class SegmentAssembly:
         self.tracks = tracks
         self.first, self.last = layers
         self.blocks = blocks
+        self.due = self.first
         self.received = 0
         """Octets of Objects placed."""
         self._geometry = geometry
         self._codecs = {track: CODECS[track.codec] for track in tracks}
         self._layers: dict[int, _LayerState] = {}
-        self._taken: dict[int, dict[DataTrack, dict[int, bytes]]] = {}
+        self._taken: dict[int, dict[DataTrack, bytes]] = {}
+        """Per layer and track: the Data Digests of what was handed out, concatenated."""
+        self._skipped: list[Missing] = []
         self._left = dict.fromkeys(tracks, (self.last - self.first + 1) * blocks)
+
+    @property
+    def done(self) -> bool:
+        """Whether all layers were taken or skipped."""
+        return self.due > self.last
+
+    @property
+    def untouched(self) -> bool:
+        """Whether no layer was handed out, so that the segment may still come from another publication."""
+        return not self._taken
 
     def needs(self, track: DataTrack) -> bool:
         """Whether any Object of `track` is needed and not here yet."""
@@ -99,10 +115,27 @@ class SegmentAssembly:
 
     def wants(self, track: DataTrack, layer: int, block: int) -> bool:
         """Whether the Object is needed and not here yet."""
-        if not (self.first <= layer <= self.last and 0 <= block < self.blocks) or layer in self._taken:
+        if not (self.due <= layer <= self.last and 0 <= block < self.blocks):
             return False
         state = self._layers.get(layer)
         return state is None or block not in state.placed.get(track, ())
+
+    def missing_of(self, track: DataTrack, layer: int) -> Sequence[int]:
+        """The Object IDs of `track` still needed for `layer`, ascending."""
+        if not self.due <= layer <= self.last:
+            return ()
+        state = self._layers.get(layer)
+        placed = state.placed.get(track, {}) if state else {}
+        blocks = range(self.blocks)
+        return [block for block in blocks if block not in placed] if placed else blocks
+
+    def missing(self) -> list[Missing]:
+        """All (layer, block) pairs that were not handed out and of which an Object, in any track, is not
+        here.
+        """
+        return self._skipped + [
+            pair for layer in range(self.due, self.last + 1) for pair in self._missing_in(layer)
+        ]
 
     def place(self, track: DataTrack, layer: int, block: int, payload: Buffer) -> bool:
         """Check an Object that is wanted, and copy its Data to its place; True if the layer became usable by
@@ -121,7 +154,9 @@ class SegmentAssembly:
             listed_digest=self.entry.listed_digest(track, layer, block),
         )
         section = codec.decode(track.component, open_object(payload, expected), self._geometry)
-        state = self._state(layer)
+        state = self._layers.get(layer)
+        if state is None:
+            state = self._layers[layer] = self._new_state()
         if track.component is Component.KV:
             k_section, v_section = split_kv(section, self._geometry)
             state.buffers[Component.K].place(block, k_section)
@@ -134,92 +169,85 @@ class SegmentAssembly:
         self.received += len(payload)
         return self.usable(layer)
 
-    def update(self, entry: SegmentEntry) -> list[tuple[DataTrack, int, int]]:
-        """Take over a newer description, and drop placed Objects whose digest it contradicts; returns those.
-
-        Raises ManifestRejected when it contradicts an Object of a layer that was handed out.
-        """
-        self.entry = entry
-        for layer, tracks in self._taken.items():
-            for track, placed in tracks.items():
-                if any(self._contradicts(track, layer, block, digest) for block, digest in placed.items()):
-                    raise ManifestRejected(
-                        f"segments[{entry.segment}].object_digests",
-                        f"{track}: layer {layer} came with another digest",
-                    )
-        dropped = [
-            (track, layer, block)
-            for layer, state in self._layers.items()
-            for track, placed in state.placed.items()
-            for block, digest in placed.items()
-            if self._contradicts(track, layer, block, digest)
-        ]
-        for track, layer, block in dropped:
-            del self._layers[layer].placed[track][block]
-            self._left[track] += 1
-        return dropped
-
-    def _contradicts(self, track: DataTrack, layer: int, block: int, digest: bytes) -> bool:
-        listed = self.entry.listed_digest(track, layer, block)
-        return listed is not None and listed != digest
-
     def usable(self, layer: int) -> bool:
-        """Whether every needed Object of `layer`, in all tracks, is placed (kvcs 7.4)."""
+        """Whether every needed Object of `layer`, in all tracks, is placed, and it was not handed out yet
+        (kvcs 7.4).
+        """
         state = self._layers.get(layer)
         return state is not None and all(
             len(state.placed.get(track, ())) == self.blocks for track in self.tracks
         )
 
-    def take(self, layer: int) -> Layer:
-        """Hand out a usable layer, once. Raises ValueError if it is not usable."""
-        if not self.usable(layer):
-            raise ValueError(f"layer {layer} of segment {self.entry.segment} is not usable yet")
-        state = self._layers.pop(layer)
-        buffers = state.buffers
-        self._taken[layer] = state.placed
-        v = buffers.get(Component.V)
-        return Layer(
+    def take(self) -> Layer:
+        """Hand out the layer that is due. Raises ValueError if it is not usable."""
+        if not self.usable(self.due):
+            raise ValueError(f"layer {self.due} of segment {self.entry.segment} is not usable yet")
+        state = self._layers.pop(self.due)
+        self._taken[self.due] = {
+            track: b"".join(placed[block] for block in range(self.blocks))
+            for track, placed in state.placed.items()
+        }
+        v = state.buffers.get(Component.V)
+        layer = Layer(
             self.entry.segment,
-            layer,
+            self.due,
             self.entry.first_block,
-            buffers[Component.K].array,
+            state.buffers[Component.K].array,
             None if v is None else v.array,
         )
+        self.due += 1
+        return layer
 
-    @property
-    def done(self) -> bool:
-        """Whether all wanted layers have been handed out."""
-        return len(self._taken) == self.last - self.first + 1
+    def skip(self) -> None:
+        """Do without the layer that is due. What is missing of it stays missing."""
+        self._skipped += self._missing_in(self.due)
+        for track in self.tracks:
+            self._left[track] -= len(self.missing_of(track, self.due))
+        self._layers.pop(self.due, None)
+        self.due += 1
 
-    @property
-    def untouched(self) -> bool:
-        """Whether no layer has been handed out yet, so that the segment may still come from another
-        publication.
+    def contradictions(self, entry: SegmentEntry) -> list[tuple[DataTrack, int, int]]:
+        """The placed Objects (track, layer, block) for which `entry` lists another digest.
+
+        Raises ManifestRejected when it does so for an Object of a layer that was handed out.
         """
-        return not self._taken
-
-    def missing_of(self, track: DataTrack, layer: int) -> list[int]:
-        """The Object IDs of `track` still needed for `layer`."""
-        return [block for block in range(self.blocks) if self.wants(track, layer, block)]
-
-    def missing(self) -> list[Missing]:
-        """All (layer, block) pairs of which an Object, in any track, is not here."""
-        pairs = {
-            (layer, block)
-            for layer in range(self.first, self.last + 1)
-            for track in self.tracks
-            for block in self.missing_of(track, layer)
-        }
+        for layer, taken in self._taken.items():
+            for track, digests in taken.items():
+                group = entry.object_digests.get(track, ())[layer : layer + 1]
+                if group and group[0][: len(digests)] != digests:
+                    raise ManifestRejected(
+                        f"segments[{entry.segment}].object_digests",
+                        f"{track}: layer {layer} came with other digests",
+                    )
         return [
-            Missing(self.entry.segment, layer, self.entry.absolute_block(block))
-            for layer, block in sorted(pairs)
+            (track, layer, block)
+            for layer, state in self._layers.items()
+            for track, placed in state.placed.items()
+            if layer < len(group := entry.object_digests.get(track, ()))
+            for block, digest in placed.items()
+            if group[layer][block * DIGEST_SIZE : (block + 1) * DIGEST_SIZE] != digest
         ]
 
-    def _state(self, layer: int) -> _LayerState:
-        state = self._layers.get(layer)
-        if state is None:
-            components = (Component.K, Component.V) if self._geometry.v_head_dim else (Component.K,)
-            state = self._layers[layer] = _LayerState(
-                {component: LayerBuffer(self._geometry, component, self.blocks) for component in components}
-            )
-        return state
+    def update(self, entry: SegmentEntry) -> list[tuple[DataTrack, int, int]]:
+        """Take over a newer description, and drop the Objects that it contradicts; returns those.
+
+        Raises ManifestRejected as `contradictions` does.
+        """
+        dropped = self.contradictions(entry)
+        self.entry = entry
+        for track, layer, block in dropped:
+            del self._layers[layer].placed[track][block]
+            self._left[track] += 1
+        return dropped
+
+    def _missing_in(self, layer: int) -> list[Missing]:
+        blocks = {block for track in self.tracks for block in self.missing_of(track, layer)}
+        return [
+            Missing(self.entry.segment, layer, self.entry.absolute_block(block)) for block in sorted(blocks)
+        ]
+
+    def _new_state(self) -> _LayerState:
+        components = (Component.K, Component.V) if self._geometry.v_head_dim else (Component.K,)
+        return _LayerState(
+            {component: LayerBuffer(self._geometry, component, self.blocks) for component in components}
+        )

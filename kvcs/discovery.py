@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
 from kvcs.errors import InvalidName
 from kvcs.identity import Descriptor, ScopeKey, Tokens, block_keys
 from kvcs.names import PublicationName, content_prefix, scope_prefix
+from kvcs.progress import insist
+from moqt.errors import DeadlineExceeded, MoqtError, RequestCode, RequestRejected
+from moqt.names import TrackNamespace
 from moqt.session import Session
 from moqt.subscribing import NamespaceWatch
 
@@ -24,8 +27,15 @@ DISCOVERY_WAIT: Final = 0.5
 14 #4).
 """
 
+MORE_WAIT: Final = 0.005
+"""Seconds for further publications of the longest prefix, after the first."""
+
 PARALLEL_PREFIXES: Final = 32
 """Prefixes asked for at once."""
+
+OVERLAP_PAUSE: Final = 0.05
+"""Seconds before a prefix is asked for again while the session still asks for an overlapping one (moqt 11).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +60,7 @@ async def discover(
 
     Shorter prefixes are asked for when longer ones have none, down to `min_blocks` blocks, many at once (kvcs
     14 #4). Each round takes `wait` seconds at most, and a round trip. Raises InvalidTokens, and what
-    `Session.subscribe_namespace` raises.
+    `Session.subscribe_namespace` raises when the peer lets us ask for no prefix of a round.
     """
     keys = block_keys(scope_key, descriptor, tokens)
     for longest in range(len(keys), min_blocks - 1, -PARALLEL_PREFIXES):
@@ -58,36 +68,11 @@ async def discover(
         prefixes = [
             content_prefix(scope_key.scope_id, descriptor.compat_id, keys[length - 1]) for length in lengths
         ]
-        async with AsyncExitStack() as stack:
-            watches = [
-                await stack.enter_async_context(watch)
-                for watch in await asyncio.gather(*map(session.subscribe_namespace, prefixes))
-            ]
-            found = await _first(list(zip(lengths, watches, strict=True)), wait)
-        if found:
-            return found
-    return []
-
-
-async def _first(watches: Sequence[tuple[int, NamespaceWatch]], wait: float) -> list[Found]:
-    """What the longest prefix with an answer has; an answer for the longest of all ends the wait."""
-    loop = asyncio.get_running_loop()
-    end = loop.time() + wait
-    pending = {asyncio.ensure_future(anext(watch)): watch for _, watch in watches}
-    try:
-        while pending and not watches[0][1].namespaces and (left := end - loop.time()) > 0:
-            done, _ = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-                del pending[task]
-    finally:
-        for task in pending:
-            task.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
-    for length, watch in watches:
-        found = [Found(name, length) for name in _publications(watch)]
-        if found:
-            return found
+        async with _Search(session, prefixes) as search:
+            await search.first_answer(wait)
+            for length, question in zip(lengths, search.questions, strict=True):
+                if question.names:
+                    return [Found(name, length) for name in question.names]
     return []
 
 
@@ -103,18 +88,129 @@ async def discover_in_scope(
     3.1).
 
     One request however long the prompt, but the peer tells of every publication of the scope. Takes `wait`
-    seconds. Raises as `discover` does.
+    seconds and a round trip. Raises as `discover` does.
     """
     keys = block_keys(scope_key, descriptor, tokens)
     lengths = {key: index + 1 for index, key in enumerate(keys)}
-    async with await session.subscribe_namespace(scope_prefix(scope_key.scope_id)) as watch:
-        await asyncio.sleep(wait)
+    async with _Search(session, [scope_prefix(scope_key.scope_id)]) as search:
+        await search.answers(wait)
         found = [
             Found(name, lengths[name.anchor_key])
-            for name in _publications(watch)
+            for name in search.questions[0].names
             if name.compat_id == descriptor.compat_id and name.anchor_key in lengths
         ]
     return sorted(found, key=lambda one: -one.blocks)
+
+
+class _Search:
+    """Several prefixes that are asked for at once, as long as the `async with` block."""
+
+    def __init__(self, session: Session, prefixes: Sequence[TrackNamespace]) -> None:
+        self._news = asyncio.Event()
+        self._deadline = session.limits.reply_deadline
+        self.questions = [_Question(session, prefix, self._news) for prefix in prefixes]
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> _Search:
+        self._tasks = [asyncio.create_task(question.ask()) for question in self.questions]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for ended in await asyncio.gather(*self._tasks, return_exceptions=True):
+            if isinstance(ended, Exception):
+                raise ended
+
+    async def first_answer(self, wait: float) -> None:
+        """Wait until the first question, which is for the longest prefix, has an answer, but for `wait`
+        seconds at most once the peer has accepted all. Raises what went wrong if it accepted none.
+        """
+        first = self.questions[0]
+        await self._until(lambda: bool(first.names) or self._settled(), self._deadline)
+        if await self._until(lambda: bool(first.names) or self._given_up(), wait):
+            await asyncio.sleep(MORE_WAIT)
+        self._check()
+
+    async def answers(self, wait: float) -> None:
+        """Wait for `wait` seconds once the peer has accepted all questions. Raises as `first_answer` does."""
+        await self._until(self._settled, self._deadline)
+        await self._until(self._given_up, wait)
+        self._check()
+
+    def _settled(self) -> bool:
+        return all(question.accepted or question.given_up for question in self.questions)
+
+    def _given_up(self) -> bool:
+        return all(question.given_up for question in self.questions)
+
+    def _check(self) -> None:
+        if not any(question.accepted for question in self.questions):
+            raise self.questions[0].error or DeadlineExceeded("discovery", self._deadline)
+
+    async def _until(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Wait for `condition`, no longer than so many seconds; whether it holds."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not condition():
+                    self._news.clear()
+                    await self._news.wait()
+        return condition()
+
+
+class _Question:
+    """A prefix that is asked for: `names` are the publications under it, as far as they are known.
+
+    It is `accepted` by the peer, or not yet, or was given up because of `error`; `news` is set with every
+    change.
+    """
+
+    def __init__(self, session: Session, prefix: TrackNamespace, news: asyncio.Event) -> None:
+        self.names: list[PublicationName] = []
+        self.accepted = False
+        self.given_up = False
+        self.error: Exception | None = None
+        self._session = session
+        self._prefix = prefix
+        self._news = news
+        self._events = 0
+
+    async def ask(self) -> None:
+        """Ask, and note the answers until cancelled."""
+        try:
+            await insist(self._follow, lambda: self._events, self._note)
+        except MoqtError as error:
+            self._note(error)
+        finally:
+            self.given_up = True
+            self._news.set()
+
+    async def _follow(self) -> bool:
+        async with await self._subscribe() as watch:
+            self.accepted = True
+            self._news.set()
+            async for _event in watch:
+                self._events += 1
+                self.names = _publications(watch)
+                self._news.set()
+        return False
+
+    async def _subscribe(self) -> NamespaceWatch:
+        while True:
+            try:
+                return await self._session.subscribe_namespace(self._prefix)
+            except RequestRejected as rejection:
+                # Another search in this session goes on, or the peer has not heard of its end.
+                if rejection.code != RequestCode.PREFIX_OVERLAP:
+                    raise
+                self._note(rejection)
+            await asyncio.sleep(OVERLAP_PAUSE)
+
+    def _note(self, error: Exception) -> None:
+        logger.info("a namespace prefix: %s", error)
+        self.accepted = False
+        self.names = []  # moqt 11: they are gone with the subscription.
+        self.error = error
 
 
 def _publications(watch: NamespaceWatch) -> list[PublicationName]:
@@ -122,8 +218,6 @@ def _publications(watch: NamespaceWatch) -> list[PublicationName]:
     for namespace in watch.namespaces:
         try:
             names.append(PublicationName.from_namespace(namespace))
-        except InvalidName as error:
-            logger.warning(
-                "a namespace that is no KVCS publication was announced, and is ignored: %s", error
-            )  # R3.1a
+        except InvalidName as error:  # kvcs 3.1
+            logger.warning("a namespace that names no publication is ignored: %s", error)
     return names

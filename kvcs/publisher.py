@@ -7,15 +7,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, TypeAlias
+
+import numpy as np
 
 from kvcs.codecs import CODECS, Codec
 from kvcs.errors import InvalidValue
 from kvcs.identity import Descriptor, ScopeKey, Tokens, block_keys, token_array
 from kvcs.layout import Geometry, Order, Tensor, object_size_advice, to_blocks
-from kvcs.manifest import Manifest
+from kvcs.manifest import MAX_SEGMENTS, Manifest
 from kvcs.names import MANIFEST, Component, DataTrack, PublicationName
-from kvcs.payload import data_digest, seal, token_start
+from kvcs.payload import Data, data_digest, seal, token_start
 from moqt.errors import DoneCode
 from moqt.filters import Location
 from moqt.names import FullTrackName
@@ -28,6 +30,14 @@ logger = logging.getLogger(__name__)
 
 MANIFEST_INTERVAL: Final = 8
 """Completed layers after which a new manifest version appears at the latest (kvcs 5)."""
+
+MAX_LISTED: Final = 200_000
+"""Objects whose digests a manifest lists: 13 MiB of JSON, so that it stays below what consumers take
+(security 4.4). The Groups after that are published without being listed.
+"""
+
+Sealed: TypeAlias = dict[DataTrack, list[tuple[bytes, *tuple[memoryview, ...]]]]
+"""The Objects of one layer: for each track, header and Data of every block."""
 
 
 class Publisher:
@@ -57,6 +67,10 @@ class Publisher:
             )
         if not codecs and not joint_codecs:
             raise InvalidValue("a publication needs at least one codec")
+        if len(set(codecs)) != len(codecs) or len(set(joint_codecs)) != len(joint_codecs):
+            raise InvalidValue("a codec is named twice")
+        if retention is not None and not 0 <= retention < 2**53:
+            raise InvalidValue(f"retention is a number of seconds, 0 or more, not {retention}")
         self.descriptor = descriptor
         self.scope_key = scope_key
         self.tracks = Tracks() if tracks is None else tracks
@@ -94,6 +108,8 @@ class Publication:
         self._tokens = token_array(tokens)
         self._versions = 0
         self._unpublished_layers = 0
+        self._listed = 0
+        self._too_many = False
         keys = block_keys(publisher.scope_key, publisher.descriptor, self._tokens)
         if not keys:
             raise InvalidValue(
@@ -120,7 +136,9 @@ class Publication:
         no block.
         """
         self._check_open()
-        grown = token_array([*self._tokens.tolist(), *token_array(tokens).tolist()])
+        if len(self.segments) == MAX_SEGMENTS:
+            raise InvalidValue(f"a publication has {MAX_SEGMENTS} segments at most: append more at once")
+        grown = np.concatenate((self._tokens, token_array(tokens)))
         keys = block_keys(self.publisher.scope_key, self.publisher.descriptor, grown)
         new = keys[self.manifest.blocks :]
         if not new:
@@ -165,13 +183,29 @@ class Publication:
 
     def layer_done(self, segment: Segment, digests: dict[DataTrack, list[bytes]]) -> None:
         """Note a layer that was published; the manifest follows at least every eight layers (kvcs 5)."""
-        for track, listed in digests.items():
-            self.manifest = self.manifest.with_group(track, listed)
+        self._list(digests)
         self._unpublished_layers += 1
         if segment.complete:
             self.manifest = self.manifest.with_complete(segment.number)
         if segment.complete or self._unpublished_layers >= MANIFEST_INTERVAL:
             self._publish_manifest()
+
+    def _list(self, digests: dict[DataTrack, list[bytes]]) -> None:
+        """List the Objects of a layer in the manifest, if there is room, also for all others so far: a list
+        has no gaps, and what was listed stays.
+        """
+        self._listed += sum(map(len, digests.values()))
+        if self._listed <= MAX_LISTED:
+            for track, listed in digests.items():
+                self.manifest = self.manifest.with_group(track, listed)
+        elif not self._too_many:
+            self._too_many = True
+            logger.warning(
+                "publication %s: a manifest lists %d Objects at most; the digests of further layers "
+                "are left out",
+                self.name.publication_id.hex(),
+                MAX_LISTED,
+            )
 
     def _add_segment(self, keys: Sequence[bytes]) -> Segment:
         number = len(self.segments)
@@ -240,7 +274,7 @@ class Segment:
         async with self._putting:
             self.publication._check_open()
             layers = self.publication.publisher.descriptor.layers
-            if layer != self.next_layer:
+            if layer != self.next_layer or self.complete:
                 due = (
                     f"layer {self.next_layer} is due"
                     if not self.complete
@@ -271,12 +305,9 @@ class Segment:
             sections[component] = blocks
         return sections
 
-    def _seal(
-        self, layer: int, sections: dict[Component, list[memoryview]]
-    ) -> dict[DataTrack, list[tuple[bytes, *tuple[memoryview, ...]]]]:
-        """Header and Data of every Object of a layer."""
+    def _seal(self, layer: int, sections: dict[Component, list[memoryview]]) -> Sealed:
         size = self.publication.publisher.geometry.block_tokens
-        sealed: dict[DataTrack, list[tuple[bytes, *tuple[memoryview, ...]]]] = {}
+        sealed: Sealed = {}
         for name in self.tracks:
             codec = CODECS[name.codec]
             sealed[name] = [
@@ -295,14 +326,12 @@ class Segment:
 
     def _encode(
         self, codec: Codec, component: Component, sections: dict[Component, list[memoryview]], block: int
-    ) -> bytes | bytearray | memoryview | Sequence[bytes | bytearray | memoryview]:
+    ) -> Data:
         parts = [sections[part][block] for part in (Component.K, Component.V) if part in sections]
         raw = parts if component is Component.KV else parts[component is Component.V]
         return codec.encode(component, raw, self.publication.publisher.geometry)
 
-    def _publish(
-        self, layer: int, sealed: dict[DataTrack, list[tuple[bytes, *tuple[memoryview, ...]]]]
-    ) -> None:
+    def _publish(self, layer: int, sealed: Sealed) -> None:
         layers = self.publication.publisher.descriptor.layers
         priority = 128 * layer // layers  # kvcs 3.4
         for block in range(self.blocks):

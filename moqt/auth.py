@@ -27,15 +27,12 @@ class TokenCache:
         effect.
 
         `setup_at_server` is None but for the tokens of a SETUP, where it tells whether we are the server.
-        Raises ProtocolError where the session must close (moqt 20 #32), RequestRefused for an unknown alias.
+        Raises ProtocolError where the session must close (moqt 20 #5, #32), RequestRefused for an unknown
+        alias.
         """
-        resolved = []
+        resolved: list[tuple[int, bytes]] = []
         unknown = None
         for token in tokens:
-            if token.alias_type is AliasType.USE_VALUE:
-                resolved.append((token.type or 0, token.value))
-                continue
-            assert token.alias is not None
             if setup_at_server and token.alias_type in (AliasType.DELETE, AliasType.USE_ALIAS):
                 raise ProtocolError(
                     SessionCode.PROTOCOL_VIOLATION,
@@ -43,16 +40,18 @@ class TokenCache:
                 )
             if token.alias_type is AliasType.REGISTER:
                 self._register(token, in_setup=setup_at_server is not None)
+            if token.alias_type.has_value:
                 resolved.append((token.type or 0, token.value))
             elif token.alias not in self._tokens:
                 unknown = token.alias
             elif token.alias_type is AliasType.USE_ALIAS:
                 resolved.append(self._tokens[token.alias])
             else:
-                self._used -= _ENTRY_COST + len(self._tokens.pop(token.alias)[1])
-        if (
-            unknown is not None
-        ):  # Said last, since a REGISTER takes effect even in a message that is rejected.
+                self._used -= _cost(self._tokens.pop(token.alias)[1])
+        if len(set(resolved)) != len(resolved):  # moqt 2.7, 20 #5
+            raise ProtocolError(SessionCode.PROTOCOL_VIOLATION, "a message holds the same token twice")
+        # Said last, since a REGISTER takes effect even in a message that is rejected.
+        if unknown is not None:
             raise RequestRefused(
                 RequestCode.UNKNOWN_AUTH_TOKEN_ALIAS, f"no token is registered under alias {unknown}"
             )
@@ -64,13 +63,17 @@ class TokenCache:
             raise ProtocolError(
                 SessionCode.DUPLICATE_AUTH_TOKEN_ALIAS, f"token alias {token.alias} is registered already"
             )
-        cost = _ENTRY_COST + len(token.value)
-        if self._used + cost > self._limit:
+        used = self._used + _cost(token.value)
+        if used > self._limit:
             if in_setup:  # moqt 2.7: then it counts as USE_VALUE.
                 return
             raise ProtocolError(
                 SessionCode.AUTH_TOKEN_CACHE_OVERFLOW,
-                f"registered tokens would take {self._used + cost} bytes, {self._limit} are allowed",
+                f"registered tokens would take {used} bytes, {self._limit} are allowed",
             )
         self._tokens[token.alias] = (token.type or 0, token.value)
-        self._used += cost
+        self._used = used
+
+
+def _cost(value: bytes) -> int:
+    return _ENTRY_COST + len(value)

@@ -5,30 +5,43 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from moqt.errors import MoqtError
+from moqt.errors import MalformedTrack
 from moqt.filters import Location
 from moqt.quic.api import Buffer
-from moqt.wire import ObjectStatus, Properties, PropertyType
+from moqt.wire import ObjectHeader, ObjectStatus, Properties, PropertyType, check_object_properties, get
 
 __all__ = ["Ledger", "MalformedTrack"]
 
-_MANDATORY_TRACK_PROPERTIES = range(0x4000, 0x8000)
+
+class _Known(NamedTuple):
+    """What must be the same when an Object comes again. `subgroup` is None for delivery mode Datagram."""
+
+    subgroup: int | None
+    size: int
+    checksum: int
 
 
-class MalformedTrack(MoqtError):
-    """The publisher contradicts itself: nothing more of this Track can be believed. The session goes on (moqt
-    20 #36).
-    """
+@dataclass(slots=True)
+class _Subgroup:
+    priority: int
+    largest: int = -1
+    last: int | None = None
+    """The Object ID that is the last of all, once the Subgroup has come to its end."""
 
 
 @dataclass(slots=True)
 class _Group:
-    checksums: dict[int, int] = field(default_factory=dict)
-    priorities: dict[int, int] = field(default_factory=dict)
+    objects: dict[int, _Known] = field(default_factory=dict)
+    subgroups: dict[int, _Subgroup] = field(default_factory=dict)
     largest: int = -1
     end: int | None = None
+    """No Object with this ID or a larger one exists."""
+    marked: bool = False
+    """Whether an Object of status End of Group came."""
 
 
 class Ledger:
@@ -43,86 +56,115 @@ class Ledger:
         self._largest: Location | None = None
         self._track_end: Location | None = None
 
-    def record(
-        self,
-        location: Location,
-        payload: Buffer,
-        *,
-        subgroup: int,
-        priority: int,
-        status: ObjectStatus,
-        properties: Properties,
-    ) -> bool:
-        """Note an Object; True if it is new. Raises MalformedTrack when it contradicts what came before."""
-        if any(kind in _MANDATORY_TRACK_PROPERTIES for kind, _ in properties):
-            raise MalformedTrack(f"the Object at {location} carries a property that only a Track may have")
-        if status is ObjectStatus.END_OF_TRACK:
-            if (self._largest is not None and self._largest >= location) or self._track_end not in (
-                None,
-                location,
-            ):
-                raise MalformedTrack(f"End of Track at {location} contradicts what came before")
-            known, self._track_end = self._track_end is not None, location
-            return not known
-        group = self._groups.setdefault(location.group, _Group())
-        if status is ObjectStatus.END_OF_GROUP:
-            known = group.end is not None
+    def record(self, header: ObjectHeader, payload: Buffer, *, priority: int) -> bool:
+        """Note an Object; True if it is new. `priority` is its effective Publisher Priority.
+
+        Raises MalformedTrack when it contradicts what came before.
+        """
+        location = header.location
+        if header.status is ObjectStatus.END_OF_TRACK:
+            return self._end_track(location)
+        if header.status is ObjectStatus.END_OF_GROUP:
             self.end_group(location.group, location.object)
-            return not known
-        if group.end is not None and location.object >= group.end:
-            raise MalformedTrack(f"the Object at {location} lies beyond the end of its Group")
-        if self._track_end is not None and location >= self._track_end:
-            raise MalformedTrack(f"the Object at {location} lies beyond the End of Track")
-        if group.priorities.setdefault(subgroup, priority) != priority:
-            raise MalformedTrack(f"the Object at {location} has another priority than its Subgroup")
-        checksum = zlib.crc32(payload)
-        known_checksum = group.checksums.get(location.object)
-        if known_checksum is not None:
-            if known_checksum != checksum:
-                raise MalformedTrack(f"a second payload for {location}")
+            group = self._group(location.group)
+            new, group.marked = not group.marked, True
+            return new
+        self._forget()
+        self._check_ends(location)
+        group = self._group(location.group)
+        subgroup = None if header.datagram else header.subgroup
+        if subgroup is not None:
+            self._check_subgroup(group, subgroup, location, priority)
+        known = _Known(subgroup, len(payload), zlib.crc32(payload))
+        before = group.objects.setdefault(location.object, known)
+        if before is not known:
+            if before != known:
+                raise MalformedTrack(f"a second, different Object at {location}")
             return False
-        self._check_gaps(location, properties)
-        group.checksums[location.object] = checksum
+        self._count += 1
+        check_object_properties(header.properties)
+        self._check_gaps(location, header.properties)
         group.largest = max(group.largest, location.object)
         if self._largest is None or location > self._largest:
             self._largest = location
-        self._count += 1
-        if self._count > self._limit:
-            self._forget()
         return True
 
     def end_group(self, group: int, object_id: int) -> None:
-        """Note that no Object of `group` with this ID or a larger one exists. Raises MalformedTrack on
-        contradiction.
+        """Note that no Object of `group` with this ID or a larger one exists. Raises MalformedTrack when such
+        an Object came.
         """
-        entry = self._groups.setdefault(group, _Group())
-        if entry.largest >= object_id or entry.end not in (None, object_id):
+        entry = self._group(group)
+        if entry.largest >= object_id:
             raise MalformedTrack(
-                f"the end of group {group} before object {object_id} contradicts what came before"
+                f"group {group} ends before object {object_id}, but object {entry.largest} came"
             )
-        entry.end = object_id
+        entry.end = object_id if entry.end is None else min(entry.end, object_id)
 
-    def largest_in(self, group: int) -> int:
-        """The largest Object ID received of `group`; -1 if none."""
-        entry = self._groups.get(group)
-        return entry.largest if entry else -1
+    def end_subgroup(self, group: int, subgroup: int, last: int) -> None:
+        """Note that a whole Subgroup has come, and that `last` is its last Object. Raises MalformedTrack when
+        it ended elsewhere before, or went on.
+        """
+        entry = self._group(group).subgroups.get(subgroup)
+        if entry is None:  # Forgotten.
+            return
+        if entry.last not in (None, last) or entry.largest > last:
+            raise MalformedTrack(
+                f"subgroup {subgroup} of group {group} ends with object {last}, "
+                f"but came to {max(entry.largest, entry.last or 0)}"
+            )
+        entry.last = last
+
+    def _end_track(self, location: Location) -> bool:
+        if self._largest is not None and self._largest >= location:
+            raise MalformedTrack(f"the Track ends at {location}, but the Object at {self._largest} came")
+        new = self._track_end is None
+        self._track_end = location if self._track_end is None else min(self._track_end, location)
+        return new
+
+    def _check_ends(self, location: Location) -> None:
+        group = self._groups.get(location.group)
+        if group is not None and group.end is not None and location.object >= group.end:
+            raise MalformedTrack(f"the Object at {location} lies beyond the end of its Group")
+        if self._track_end is not None and location >= self._track_end:
+            raise MalformedTrack(f"the Object at {location} lies beyond the End of Track")
+
+    def _check_subgroup(self, group: _Group, subgroup: int, location: Location, priority: int) -> None:
+        entry = group.subgroups.setdefault(subgroup, _Subgroup(priority))
+        if entry.priority != priority:
+            raise MalformedTrack(f"the Object at {location} has another priority than its Subgroup")
+        if entry.last is not None and location.object > entry.last:
+            raise MalformedTrack(f"the Object at {location} lies beyond the end of its Subgroup")
+        entry.largest = max(entry.largest, location.object)
 
     def _check_gaps(self, location: Location, properties: Properties) -> None:
-        """A gap property must not be repeated, nor cover an Object that came (moqt 13)."""
-        for kind in (PropertyType.PRIOR_GROUP_ID_GAP, PropertyType.PRIOR_OBJECT_ID_GAP):
-            gaps = [value for known, value in properties if known == kind]
-            if len(gaps) > 1:
-                raise MalformedTrack(f"the Object at {location} repeats {kind.name}")
-            for gap in gaps:
-                assert isinstance(gap, int)
-                of_group = kind is PropertyType.PRIOR_GROUP_ID_GAP
-                here = location.group if of_group else location.object
-                received = self._groups if of_group else self._groups[location.group].checksums
-                if gap > here or any(here - gap <= known < here for known in received):
-                    raise MalformedTrack(
-                        f"{kind.name} of the Object at {location} contradicts what came before"
-                    )
+        """A gap must not cover an Object that came (moqt 13)."""
+        for kind, here, known in (
+            (PropertyType.PRIOR_GROUP_ID_GAP, location.group, self._groups),
+            (PropertyType.PRIOR_OBJECT_ID_GAP, location.object, self._groups[location.group].objects),
+        ):
+            gap = get(properties, kind)
+            if isinstance(gap, int) and (gap > here or _any_within(known, here - gap, here)):
+                raise MalformedTrack(
+                    f"{kind.name} {gap} of the Object at {location} contradicts what came before"
+                )
+
+    def _group(self, group: int) -> _Group:
+        entry = self._groups.get(group)
+        if entry is None:
+            self._forget()
+            self._count += 1
+            entry = self._groups[group] = _Group()
+        return entry
 
     def _forget(self) -> None:
-        oldest = min(self._groups)
-        self._count -= len(self._groups.pop(oldest).checksums)
+        """Make room for one more, at the cost of the Groups that came first."""
+        while self._groups and self._count >= self._limit:
+            oldest = next(iter(self._groups))
+            self._count -= len(self._groups.pop(oldest).objects) + 1
+
+
+def _any_within(known: Mapping[int, object], start: int, end: int) -> bool:
+    """Whether there is a key from `start` up to `end`, exclusive; found by the shorter way."""
+    if len(known) < end - start:
+        return any(start <= key < end for key in known)
+    return any(key in known for key in range(start, end))

@@ -14,7 +14,17 @@ class Limits:
     setup_deadline: float = 5.0
     """For the peer's SETUP (moqt 21: CONTROL_MESSAGE_TIMEOUT)."""
     reply_deadline: float = 10.0
-    """For the reply to a request (moqt 21)."""
+    """For a request and its reply (moqt 21)."""
+    linger: float = 5.0
+    """How long a request that is over waits for the peer's FIN, before its stream is stopped (moqt 3.4)."""
+    data_deadline: float = 10.0
+    """How long the data stream of a fetch may stay away once the peer has said all about the fetch: then it
+    was reset before its header arrived.
+    """
+    suspicion: float = 0.5
+    """The same, for any data stream that is due, when a stream was reset before it said whose it is."""
+    max_namespaces: int = 65536
+    """Namespaces that a SUBSCRIBE_NAMESPACE of ours may bring; at more it is cancelled (moqt 21)."""
     max_object_size: int = 64 * 1024 * 1024
     """A larger Object is refused by STOP_SENDING before any of it is buffered (moqt 18)."""
     receive_buffer: int = 8 * 1024 * 1024

@@ -4,8 +4,8 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
-from collections.abc import Callable
 
 from moqt.errors import (
     ProtocolError,
@@ -33,15 +33,53 @@ from moqt.wire import (
     encode,
 )
 
-__all__ = ["RequestStream"]
+__all__ = ["RequestIds", "RequestStream"]
 
 _NAMESPACE_REQUESTS = (PublishNamespace, SubscribeNamespace, SubscribeTracks)
+
+_SLICE = 16 * 1024
+"""Bytes that are decoded at once, so that a chunk of many small messages does not take much memory."""
+
+_MAX_ID_GAPS = 65536
+
+
+class RequestIds:
+    """The Request IDs of both sides: ours are even on a client and odd on a server, the peer's the others
+    (moqt 3.3).
+
+    What the peer has used is kept compactly: all below `_expected`, and some above.
+    """
+
+    def __init__(self, *, is_client: bool) -> None:
+        self._next = 0 if is_client else 1
+        self._expected = 1 if is_client else 0
+        self._above: set[int] = set()
+
+    def next(self) -> int:
+        """An ID of ours that was not used yet."""
+        number, self._next = self._next, self._next + 2
+        return number
+
+    def check(self, number: int) -> None:
+        """Note an ID that the peer uses. Raises ProtocolError INVALID_REQUEST_ID (moqt 20 #15)."""
+        if number % 2 != self._expected % 2 or number < self._expected or number in self._above:
+            raise ProtocolError(
+                SessionCode.INVALID_REQUEST_ID,
+                f"Request ID {number} is of the wrong side, or was used before",
+            )
+        self._above.add(number)
+        while self._expected in self._above:
+            self._above.remove(self._expected)
+            self._expected += 2
+        if len(self._above) > _MAX_ID_GAPS:
+            raise ProtocolError(SessionCode.INVALID_REQUEST_ID, "Request IDs have too many gaps")
 
 
 class RequestStream:
     """A request and all that is said about it. `local` tells which side of it we are.
 
-    `check_id` is called with the Request ID of each request and update that the peer sends.
+    `ids` checks the Request ID of each request and update that the peer sends; `max_updates` is how many of
+    its updates may wait for an answer (0: any number).
     """
 
     def __init__(
@@ -51,7 +89,7 @@ class RequestStream:
         local: Sender,
         is_client: bool,
         max_updates: int,
-        check_id: Callable[[int], None],
+        ids: RequestIds,
         request: Request | None = None,
     ) -> None:
         self.stream = stream
@@ -63,17 +101,26 @@ class RequestStream:
         self.finished = False
         self._is_client = is_client
         self._max_updates = max_updates
-        self._check_id = check_id
+        self._ids = ids
         self._decoder = MessageDecoder(request=type(request) if request else None)
+        self._data = memoryview(b"")
         self._received: deque[Message] = deque()
         self._unanswered_of_peer = 0
         self._unanswered_of_ours = 0
         self._cancelled: int | None = None
+        self._writing = asyncio.Lock()
 
     @property
     def cancelled(self) -> bool:
         """Whether one side has cancelled the request."""
         return self._cancelled is not None or self.stream.stopped is not None
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more can be asked of the request: it was cancelled, rejected, or has had its last
+        message.
+        """
+        return self.cancelled or self.state.over
 
     @property
     def _name(self) -> str:
@@ -83,11 +130,20 @@ class RequestStream:
         """The next message of the peer; None at its FIN.
 
         Raises StreamReset when the request was cancelled, RequestRejected when FIN came before all that the
-        peer owes (moqt 3.4), ProtocolError, ConnectionClosed.
+        peer owes (moqt 3.4), ProtocolError, ConnectionClosed. A message is checked when it arrives: one that
+        breaks the protocol makes this raise before those that came with it are returned.
         """
-        while not self._received:
+        while True:
             if self._cancelled is not None:
                 raise StreamReset(self._cancelled)
+            if self._received:
+                return self._received.popleft()
+            if self._data:
+                part, self._data = self._data[:_SLICE], self._data[_SLICE:]
+                for message in self._decoder.feed(part):
+                    self._check(message)
+                    self._received.append(message)
+                continue
             try:
                 data = await self.stream.read()
             except UsageError:
@@ -95,28 +151,31 @@ class RequestStream:
                     raise
                 continue  # `cancel` stopped the stream while we waited.
             if not data:
-                self._decoder.finish()
-                if self.request is None:
-                    raise ProtocolError(
-                        SessionCode.PROTOCOL_VIOLATION, "a request stream ended before its request"
-                    )
-                if self.state not in COMPLETE[type(self.request), self.remote]:
-                    raise RequestRejected(
-                        RequestCode.INTERNAL_ERROR,
-                        f"the peer ended the stream of a {self._name}: {self.state.value}",
-                    )
+                self._check_fin()
                 return None
-            self._received.extend(self._decoder.feed(data))
-        message = self._received.popleft()
-        self._check(message)
-        return message
+            self._data = memoryview(data)
+
+    async def drain(self) -> None:
+        """Read what the peer still says about a request that is over, to its FIN, and ignore it; what breaks
+        the protocol does so here too. Raises ProtocolError, ConnectionClosed.
+        """
+        try:
+            while await self.receive() is not None:
+                pass
+        except (StreamReset, RequestRejected):
+            self.cancel()
 
     async def send(self, message: Message, *, fin: bool = False) -> None:
-        """Send a message; with `fin` it is our last. Raises StreamStopped, ConnectionClosed."""
+        """Send a message; with `fin` it is our last. Raises StreamStopped, ConnectionClosed, and UsageError
+        for a message that has no place here.
+
+        Messages of several tasks do not mix. A caller that is cancelled while its message leaves cancels the
+        request, since nothing can follow half a message.
+        """
         if self.request is None:
             raise UsageError("the request itself comes first")
         state = TRANSITIONS.get((type(self.request), self.local, self.state, type(message)))
-        if state is None:
+        if state is None or self.finished:
             raise UsageError(f"{type(message).__name__} can't be sent for a {self._name}: {self.state.value}")
         if isinstance(message, RequestUpdate):
             self._unanswered_of_ours += 1
@@ -144,12 +203,27 @@ class RequestStream:
 
     async def _write(self, data: bytes, fin: bool) -> None:
         self.finished = self.finished or fin
-        await self.stream.write(data, fin=fin)
+        try:
+            async with self._writing:
+                await self.stream.write(data, fin=fin)
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+
+    def _check_fin(self) -> None:
+        """Whether the peer may end its direction here (moqt 3.4, 25 #14)."""
+        self._decoder.finish()
+        if self.request is None:
+            raise _violation("a request stream ended before its request")
+        if self.state not in COMPLETE[type(self.request), self.remote]:
+            raise RequestRejected(
+                RequestCode.INTERNAL_ERROR, f"the peer ended the stream of a {self._name}: {self.state.value}"
+            )
 
     def _check(self, message: Message) -> None:
         if self.request is None:  # The decoder lets nothing but a request be the first (moqt 20 #3).
             assert isinstance(message, Request)
-            self._check_id(message.request_id)
+            self._ids.check(message.request_id)
             self.request = message
             return
         state = TRANSITIONS.get((type(self.request), self.remote, self.state, type(message)))
@@ -158,9 +232,9 @@ class RequestStream:
                 f"{type(message).__name__} from the {self.remote.value} of a {self._name}: {self.state.value}"
             )
         if isinstance(message, RequestUpdate):
-            self._check_id(message.request_id)
+            self._ids.check(message.request_id)
             self._unanswered_of_peer += 1
-            if self._unanswered_of_peer > self._max_updates:  # moqt 20 #18
+            if self._max_updates and self._unanswered_of_peer > self._max_updates:  # moqt 20 #18
                 raise ProtocolError(
                     SessionCode.TOO_MANY_REQUEST_UPDATES,
                     f"more than {self._max_updates} REQUEST_UPDATEs without an answer",

@@ -11,10 +11,9 @@ import asyncio
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
-from moqt.errors import MoqtError
-from moqt.quic.api import WATERMARK, Buffer, Connection, Stream
+from moqt.quic.api import WATERMARK, Buffer, Connection, ConnectionClosed, Stream
 
 __all__ = ["Outgoing", "Scheduler", "Urgency"]
 
@@ -36,18 +35,7 @@ class Outgoing:
     code); `opened` tells whether the peer can see the stream.
     """
 
-    __slots__ = (
-        "_parts",
-        "_source",
-        "ended",
-        "ending",
-        "on_end",
-        "opened",
-        "pending",
-        "queued",
-        "stream",
-        "urgency",
-    )
+    __slots__ = ("_parts", "_source", "ended", "ending", "on_end", "opened", "queued", "stream", "urgency")
 
     def __init__(
         self,
@@ -63,9 +51,13 @@ class Outgoing:
         self.ending = False
         self.ended = False
         self.queued = False
-        self.pending = 0
         self._parts: deque[memoryview] = deque()
         self._source = source
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is anything that was not handed over yet."""
+        return not self.ended and bool(self._parts or self._source is not None or self.ending)
 
     def _refill(self) -> None:
         while self._source is not None and not self._parts:
@@ -80,10 +72,7 @@ class Outgoing:
             self._add(pieces)
 
     def _add(self, pieces: tuple[Buffer, ...]) -> None:
-        for piece in pieces:
-            if len(piece):
-                self._parts.append(memoryview(piece))
-                self.pending += len(piece)
+        self._parts.extend(memoryview(piece) for piece in pieces if len(piece))
 
     def _take(self, room: int) -> list[memoryview]:
         """Up to `room` bytes, in pieces."""
@@ -93,11 +82,9 @@ class Outgoing:
             if len(part) > room:
                 taken.append(part[:room])
                 self._parts[0] = part[room:]
-                self.pending -= room
                 break
             taken.append(self._parts.popleft())
             room -= len(part)
-            self.pending -= len(part)
         return taken
 
 
@@ -110,7 +97,8 @@ class Scheduler:
         # Streams that the peer can see go on without stream credit; those not opened yet need one each.
         self._open: list[tuple[Urgency, int, Outgoing]] = []
         self._unopened: list[tuple[Urgency, int, Outgoing]] = []
-        self._idle: list[asyncio.Future[None]] = []
+        self._waiters: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+        self._stopped: ConnectionClosed | None = None
         connection.feeder = self._feed
 
     def start(self, outgoing: Outgoing) -> None:
@@ -131,7 +119,7 @@ class Scheduler:
         outgoing.urgency = urgency
         if outgoing.queued:
             for heap in (self._open, self._unopened):
-                heap[:] = [(o.urgency, turn, o) for _, turn, o in heap]
+                heap[:] = [(queued.urgency, turn, queued) for _, turn, queued in heap]
                 heapq.heapify(heap)
 
     def reset(self, outgoing: Outgoing, code: int) -> None:
@@ -144,12 +132,43 @@ class Scheduler:
             self._end(outgoing, code)
             self._connection.kick()
 
+    async def drain(self, streams: Collection[Outgoing]) -> None:
+        """Wait until all that these streams have now, and get meanwhile, is handed over. Raises
+        ConnectionClosed.
+
+        It takes as long as the peer takes to give credit.
+        """
+        await self._wait(lambda: not any(outgoing.waits for outgoing in streams))
+
     async def flush(self) -> None:
-        """Wait until all that was given is put into packets. Never, if the peer gives no credit: bound it."""
+        """Wait until everything of the session is put into packets, which may be never while others go on
+        sending: bound it. Raises ConnectionClosed.
+        """
+        await self._wait(lambda: not (self._open or self._unopened or self._connection.unsent))
+
+    def stop(self, closed: ConnectionClosed) -> None:
+        """The connection has ended: nothing more is sent, and nobody waits for it."""
+        self._stopped = closed
+        self._open.clear()
+        self._unopened.clear()
+        for _, future in self._waiters:
+            if not future.done():
+                future.set_exception(closed)
+        self._waiters.clear()
+
+    async def _wait(self, condition: Callable[[], bool]) -> None:
+        if self._stopped is not None:
+            raise self._stopped
         future = asyncio.get_running_loop().create_future()
-        self._idle.append(future)
+        self._waiters.append((condition, future))
         self._connection.kick()
         await future
+
+    def _wake(self) -> None:
+        for waiter in [waiter for waiter in self._waiters if waiter[1].done() or waiter[0]()]:
+            self._waiters.remove(waiter)
+            if not waiter[1].done():
+                waiter[1].set_result(None)
 
     def _open_stream(self, outgoing: Outgoing) -> Stream:
         stream = self._connection.open(bidirectional=False)
@@ -162,12 +181,11 @@ class Scheduler:
         if not outgoing.ended:
             outgoing.ended = True
             outgoing._parts.clear()
-            outgoing.pending = 0
             outgoing._source = None
             outgoing.on_end(code)
 
     def _queue(self, outgoing: Outgoing) -> None:
-        if not outgoing.queued and not outgoing.ended:
+        if not outgoing.queued and not outgoing.ended and self._stopped is None:
             outgoing.queued = True
             heap = self._open if outgoing.opened else self._unopened
             heapq.heappush(heap, (outgoing.urgency, next(self._turn), outgoing))
@@ -185,22 +203,16 @@ class Scheduler:
     def _feed(self) -> None:
         connection = self._connection
         waiting: list[Outgoing] = []
-        try:
-            while (room := min(WATERMARK - connection.unsent, connection.credit)) > 0:
-                outgoing = self._next(connection.stream_credit(bidirectional=False) > 0)
-                if outgoing is None:
-                    break
-                if not self._send(outgoing, min(room, _SLICE)):
-                    waiting.append(outgoing)
-        except MoqtError:
-            return  # The connection has ended; the session tells everyone.
+        while (room := min(WATERMARK - connection.unsent, connection.credit)) > 0:
+            outgoing = self._next(connection.stream_credit(bidirectional=False) > 0)
+            if outgoing is None:
+                break
+            if not self._send(outgoing, min(room, _SLICE)):
+                waiting.append(outgoing)
         for outgoing in waiting:
             self._queue(outgoing)
-        if self._idle and not (self._open or self._unopened or connection.unsent):
-            for future in self._idle:
-                if not future.done():
-                    future.set_result(None)
-            self._idle.clear()
+        if self._waiters:
+            self._wake()
 
     def _send(self, outgoing: Outgoing, room: int) -> bool:
         """Hand over one slice; False when the stream's own window is full."""

@@ -78,8 +78,7 @@ class Server:
 
     async def close(self) -> None:
         """End all sessions and stop listening."""
-        for session in list(self.sessions):
-            await session.close()
+        await asyncio.gather(*(session.close() for session in list(self.sessions)))
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any, TypeVar
 
+from moqt.asking import OwnRequest, ask, session_error
 from moqt.auth import TokenCache
 from moqt.errors import (
     ConnectionLost,
@@ -20,34 +20,25 @@ from moqt.errors import (
     ProtocolError,
     RequestCode,
     RequestRefused,
-    RequestRejected,
+    ResetCode,
     SessionClosed,
     SessionCode,
     StreamReset,
     StreamStopped,
     UsageError,
 )
-from moqt.filters import FilterType, GroupOrder, LocationFilter, RangeFilter, check_range_filters
+from moqt.filters import FilterType, GroupOrder, LocationFilter, RangeFilter
 from moqt.limits import Limits
 from moqt.names import FullTrackName, TrackNamespace, check_namespace, printable
+from moqt.namespaces import Announcement, NamespaceWatch, announce, take_namespace
 from moqt.publishing import Publishing, request_error
 from moqt.quic.api import Connection, ConnectionClosed, Stream
-from moqt.requests import RequestStream
+from moqt.requests import RequestIds, RequestStream
 from moqt.scheduler import Scheduler
 from moqt.states import Sender
-from moqt.subscribing import (
-    Announcement,
-    FetchStream,
-    Fill,
-    NamespaceWatch,
-    OwnRequest,
-    Subscribing,
-    Subscription,
-    TrackStatusResult,
-    rejected,
-)
+from moqt.subscribing import FetchStream, Fill, Subscribing, Subscription, TrackStatusResult
 from moqt.track import Tracks
-from moqt.uri import MoqtUri, parse_authority, parse_path
+from moqt.uri import MoqtUri
 from moqt.wire import (
     Fetch,
     FetchOk,
@@ -55,15 +46,13 @@ from moqt.wire import (
     Message,
     MessageDecoder,
     Parameters,
-    Properties,
     Publish,
     PublishNamespace,
     Request,
-    RequestError,
     RequestOk,
-    RequestUpdate,
     Setup,
     SetupOptions,
+    StreamKind,
     Subscribe,
     SubscribeNamespace,
     SubscribeOk,
@@ -72,7 +61,8 @@ from moqt.wire import (
     TrackStatus,
     decode_datagram,
     encode,
-    read_vi64,
+    stream_kind,
+    unknown_mandatory_properties,
 )
 
 __all__ = ["IMPLEMENTATION", "Session"]
@@ -80,12 +70,9 @@ __all__ = ["IMPLEMENTATION", "Session"]
 logger = logging.getLogger(__name__)
 
 IMPLEMENTATION = "kvcs-moqt/0"
-_CONTROL_STREAM = 0x2F00
-_MANDATORY_PROPERTIES = range(0x4000, 0x8000)
 _RESERVED_NAMESPACES = (b".", b".session")
 
 T = TypeVar("T")
-R = TypeVar("R", bound=OwnRequest)
 
 
 class Session:
@@ -112,19 +99,22 @@ class Session:
         self.limits = Limits() if limits is None else limits
         self.uri = uri
         self.peer_setup = SetupOptions()
-        self.peer_namespaces: dict[TrackNamespace, None] = {}
+        self.peer_namespaces: dict[TrackNamespace, int] = {}
+        """What the peer has announced, and how often."""
+        self.peer_goaway: Goaway | None = None
         self.goaway_received = asyncio.Event()
-        self.error: MoqtError | None = None
+        self.ids = RequestIds(is_client=connection.is_client)
         self.scheduler = Scheduler(connection)
         self.publishing = Publishing(self)
         self.subscribing = Subscribing(self)
         self._tokens = tuple(tokens)
         self._token_cache = TokenCache(self.limits.max_auth_token_cache_size)
-        self._next_request_id = 0 if connection.is_client else 1
-        self._peer_ids = _PeerIds(parity=1 if connection.is_client else 0)
         self._ready = asyncio.Event()
         self._closed = asyncio.Event()
+        self._watcher: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._readers: set[asyncio.Task[None]] = set()
+        self._followers: set[asyncio.Task[None]] = set()
         self._requests: set[OwnRequest] = set()
         self._serving = 0
         self._control: Stream | None = None
@@ -143,42 +133,42 @@ class Session:
 
     async def start(self) -> None:
         """Exchange SETUP. Raises DeadlineExceeded, SessionClosed, ConnectionLost."""
-        self.spawn(self._watch_connection(), "connection")
-        self.spawn(self._accept(), "accept")
+        accepting = self.spawn(self._accept(), "accept", reads=True)
+        self._watcher = asyncio.create_task(self._watch(accepting), name=f"{self.connection.id} end")
         try:
-            async with self._mapped():
-                self._control = await self.in_time(
-                    self.connection.open_when_possible(bidirectional=False),
-                    "stream credit for our control stream",
-                    self.limits.setup_deadline,
-                )
-                await self._control.write(encode(Setup(self._setup_options())))
-                try:
-                    await self.in_time(
-                        self._ready_or_closed(), "the peer's SETUP", self.limits.setup_deadline
-                    )
-                except DeadlineExceeded:
-                    self.abort(SessionCode.CONTROL_MESSAGE_TIMEOUT, "no SETUP came in time")
-                    raise
+            try:
+                await self.in_time(self._set_up(), "the exchange of SETUP", self.limits.setup_deadline)
+            except DeadlineExceeded:
+                self.abort(SessionCode.CONTROL_MESSAGE_TIMEOUT, "SETUP was not exchanged in time")
+                raise
         except BaseException:
             await self.close()
             raise
         if self.announce:
-            self.spawn(self._announce(), "PUBLISH_NAMESPACE")
+            self.spawn(announce(self), "announce")
 
     async def close(self, code: int = SessionCode.NO_ERROR, reason: str = "") -> None:
         """Close the session at once. Idempotent. To end subscriptions in order first, call `finish`."""
         self.connection.close(code, reason)
-        await self.connection.wait_closed()
-        await self.wait_closed()
-        tasks = {task for task in self._tasks if task is not asyncio.current_task()}
+        current: asyncio.Task[None] | None = asyncio.current_task()
+        if current is not None:  # A task of the session that closes it goes on; it ends by itself.
+            self._tasks.discard(current)
+        closed = await self.connection.wait_closed()
+        if self._watcher is None:
+            self._end()
+        await self._closed.wait()
+        tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
+        if self._watcher is not None:
+            tasks.append(self._watcher)
         await asyncio.gather(*tasks, return_exceptions=True)
+        for made in list(self._requests):
+            made.fail(session_error(closed))
 
     async def finish(self, code: DoneCode, *, deadline: float) -> None:
-        """End all that we serve with PUBLISH_DONE `code`, and wait until the peer has all of it, `deadline`
-        seconds at most.
+        """End all that we serve with PUBLISH_DONE `code`, and wait until each subscriber has seen all of it,
+        `deadline` seconds at most.
         """
         try:
             async with asyncio.timeout(deadline):
@@ -191,34 +181,44 @@ class Session:
     async def wait_closed(self) -> MoqtError:
         """Wait for the end of the session and return what ended it: SessionClosed or ConnectionLost."""
         await self._closed.wait()
-        assert self.error is not None
-        return self.error
+        error = self.error
+        assert error is not None
+        return error
+
+    @property
+    def error(self) -> MoqtError | None:
+        """What ended the session; None while it lives."""
+        closed = self.connection.closed
+        return None if closed is None else session_error(closed)
 
     @property
     def closed(self) -> bool:
         """Whether the session has ended."""
-        return self.error is not None
+        return self.connection.closed is not None
 
     async def goaway(self, uri: str = "", *, timeout: float = 0.0) -> None:
         """Ask the peer to leave (moqt 16); after `timeout` seconds, if not 0, the session is closed with
-        GOAWAY_TIMEOUT.
+        GOAWAY_TIMEOUT if requests are left. Raises UsageError, SessionClosed, ConnectionLost.
         """
-        assert self._control is not None
-        if self._leaving:
-            raise UsageError("GOAWAY was sent already")
+        if self._control is None or self._leaving:
+            raise UsageError("GOAWAY was sent already" if self._leaving else "the session was not started")
         if uri and self.connection.is_client:
             raise UsageError("a client can't name a URI in GOAWAY")
         self._leaving = True
-        await self._control.write(encode(Goaway(uri, int(timeout * 1000))))
+        try:
+            await self._control.write(encode(Goaway(uri, int(timeout * 1000))))
+        except ConnectionClosed as closed:
+            raise session_error(closed) from None
         if timeout:
             self.spawn(self._leave_after(timeout), "GOAWAY")
 
     def abort(self, code: int, reason: str) -> None:
         """Close because of what the peer did, or failed to do."""
-        logger.warning(
-            "%s: closing the session with code %#x: %s", self.connection.id, code, printable(reason)
-        )
-        self.connection.close(code, reason)
+        if self.connection.closed is None:
+            logger.warning(
+                "%s: closing the session with code %#x: %s", self.connection.id, code, printable(reason)
+            )
+            self.connection.close(code, reason)
 
     # Our requests.
 
@@ -236,11 +236,13 @@ class Session:
     ) -> Subscription:
         """Subscribe to `track`; without a `filter`, to what is published from now on (Next Object).
 
-        Raises RequestRejected, DeadlineExceeded (after `deadline` seconds, `limits.reply_deadline` if None),
-        SessionClosed, ConnectionLost, UsageError for filters that the peer has not allowed.
+        Raises RequestRejected, StreamReset (the peer has cancelled instead of answering), DeadlineExceeded
+        (after `deadline` seconds, `limits.reply_deadline` if None), SessionClosed, ConnectionLost,
+        MalformedTrack, UsageError for filters that the peer has not allowed, and for a second subscription to
+        a Track whose publisher gives both the same alias.
         """
         location_filter = filter or LocationFilter.next_object()
-        self._check_ranges(range_filters + (fill.range_filters if fill else ()))
+        self.subscribing.check_ranges(range_filters + (fill.range_filters if fill else ()))
         parameters = Parameters(
             tokens=self._tokens,
             forward=None if forward else False,
@@ -250,25 +252,28 @@ class Session:
             range_filters=range_filters,
             fill=fill.parameters() if fill else None,
         )
+        request_id = -1
+
+        def build(number: int) -> Subscribe:
+            nonlocal request_id
+            request_id = number
+            return Subscribe(number, track, parameters)
 
         def make(stream: RequestStream) -> Subscription:
-            subscription = Subscription(self, stream, track, location_filter)
-            if fill is not None and stream.request is not None:
-                self.subscribing.expect_fill(stream.request.request_id, subscription, fill.order)
-            return subscription
+            filtered = bool(range_filters) or location_filter.end is not None
+            made = Subscription(self, stream, track, location_filter, filtered=filtered, forward=forward)
+            if fill is not None:
+                self.subscribing.expect(request_id, made, fill.order, wait=True)
+            return made
 
-        subscription, reply = await self._request(
-            lambda number: Subscribe(number, track, parameters), make, deadline
-        )
+        subscription, reply = await ask(self, build, make, deadline)
         assert isinstance(reply, SubscribeOk)
-        subscription.accepted(reply, fill)
-        await self._check_properties(subscription, reply.properties)
         try:
-            self.subscribing.register(subscription)
+            subscription.accepted(reply, request_id, fill)
         except ProtocolError as error:
             self.abort(error.code, error.reason)
             raise
-        self.spawn(subscription.follow(), type(subscription).__name__)
+        self._follow(subscription)
         return subscription
 
     async def fetch(
@@ -284,7 +289,7 @@ class Session:
         """Fetch the Objects of an absolute range. Raises as `subscribe` does."""
         if filter.type in (FilterType.RELATIVE_START, FilterType.NEXT_OBJECT):  # moqt 25 #6
             raise UsageError("a fetch needs an absolute range: the responder's Largest Object may be old")
-        self._check_ranges(range_filters)
+        self.subscribing.check_ranges(range_filters)
         parameters = Parameters(
             tokens=self._tokens,
             subscriber_priority=None if priority == 128 else priority,
@@ -295,19 +300,18 @@ class Session:
 
         def make(stream: RequestStream) -> FetchStream:
             fetch = FetchStream(self, stream, track, filter)
-            if stream.request is not None:
-                self.subscribing.expect_fill(stream.request.request_id, fetch, order)
+            assert stream.request is not None
+            self.subscribing.expect(stream.request.request_id, fetch, order, wait=False)
             return fetch
 
-        fetch, reply = await self._request(lambda number: Fetch(number, track, parameters), make, deadline)
+        fetch, reply = await ask(self, lambda number: Fetch(number, track, parameters), make, deadline)
         assert isinstance(reply, FetchOk)
         try:
             fetch.accepted(reply)
         except ProtocolError as error:
             self.abort(error.code, error.reason)
             raise
-        await self._check_properties(fetch, reply.properties)
-        self.spawn(fetch.follow(), type(fetch).__name__)
+        self._follow(fetch)
         return fetch
 
     async def subscribe_namespace(
@@ -315,12 +319,13 @@ class Session:
     ) -> NamespaceWatch:
         """Watch the namespaces under `prefix`. Raises as `subscribe` does."""
         check_namespace(prefix)
-        watch, _ = await self._request(
+        watch, _ = await ask(
+            self,
             lambda number: SubscribeNamespace(number, prefix, Parameters(tokens=self._tokens)),
             lambda stream: NamespaceWatch(self, stream, prefix),
             deadline,
         )
-        self.spawn(watch.follow(), type(watch).__name__)
+        self._follow(watch)
         return watch
 
     async def publish_namespace(
@@ -330,17 +335,19 @@ class Session:
         does.
         """
         check_namespace(namespace)
-        announcement, _ = await self._request(
+        announcement, _ = await ask(
+            self,
             lambda number: PublishNamespace(number, namespace, Parameters(tokens=self._tokens)),
             lambda stream: Announcement(self, stream, namespace),
             deadline,
         )
-        self.spawn(announcement.follow(), type(announcement).__name__)
+        self._follow(announcement)
         return announcement
 
     async def track_status(self, track: FullTrackName, *, deadline: float | None = None) -> TrackStatusResult:
         """Ask for the Largest Object and the properties of `track`. Raises as `subscribe` does."""
-        made, reply = await self._request(
+        made, reply = await ask(
+            self,
             lambda number: TrackStatus(number, track, Parameters(tokens=self._tokens)),
             lambda stream: OwnRequest(self, stream),
             deadline,
@@ -352,17 +359,18 @@ class Session:
 
     # What the rest of moqt needs of a session.
 
-    def spawn(self, coroutine: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
-        """Run `coroutine` until the session ends; what goes wrong in it ends the session if it has to."""
+    def spawn(
+        self, coroutine: Coroutine[Any, Any, None], what: str, *, reads: bool = False
+    ) -> asyncio.Task[None]:
+        """Run `coroutine` until the session ends, or, if it `reads` what the peer sends, until all that had
+        come is read. What goes wrong in it ends the session if it has to.
+        """
         task = asyncio.create_task(self._guard(coroutine, what), name=f"{self.connection.id} {what}")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        tasks = (self._tasks, self._readers) if reads else (self._tasks,)
+        for known in tasks:
+            known.add(task)
+            task.add_done_callback(known.discard)
         return task
-
-    def next_request_id(self) -> int:
-        """A Request ID of ours that was not used yet (moqt 3.3)."""
-        number, self._next_request_id = self._next_request_id, self._next_request_id + 2
-        return number
 
     def tokens_of(self, parameters: Parameters) -> list[tuple[int, bytes]]:
         """The (type, value) pairs of a message's tokens. Raises ProtocolError, RequestRefused (moqt 2.7)."""
@@ -379,121 +387,46 @@ class Session:
                 raise DeadlineExceeded(what, seconds) from None
             raise
 
-    # Inside.
-
-    def _setup_options(self) -> SetupOptions:
-        return SetupOptions(
-            path=self.uri.path_option if self.uri else None,
-            authority=self.uri.authority if self.uri else None,
-            tokens=self._tokens,
-            max_auth_token_cache_size=self.limits.max_auth_token_cache_size,
-            max_filter_ranges=self.limits.max_filter_ranges,
-            implementation=IMPLEMENTATION,
-            max_request_updates=self.limits.max_request_updates,
-        )
-
-    async def _request(
-        self,
-        build: Callable[[int], Request],
-        make: Callable[[RequestStream], R],
-        deadline: float | None,
-        *,
-        fin: bool = False,
-    ) -> tuple[R, Message]:
-        """Send a request and wait for its reply."""
-        if self.error is not None:
-            raise self.error
-        if self.goaway_received.is_set():
-            raise UsageError("the peer has asked us to leave (GOAWAY), so it takes no new requests")
-        async with self._mapped():
-            stream = await self.in_time(
-                self.connection.open_when_possible(bidirectional=True),
-                "stream credit for a request",
-                deadline,
-            )
-            request = build(self.next_request_id())
-            channel = RequestStream(
-                stream,
-                local=Sender.REQUESTER,
-                is_client=self.connection.is_client,
-                max_updates=self.limits.max_request_updates,
-                check_id=self._peer_ids.check,
-                request=request,
-            )
-            made = make(channel)
-            self._requests.add(made)
-            try:
-                await channel.send_request(fin=fin)
-                reply = await self.in_time(
-                    channel.receive(), f"the reply to {type(request).__name__}", deadline
-                )
-                while isinstance(reply, Goaway):
-                    reply = await self.in_time(
-                        channel.receive(), f"the reply to {type(request).__name__}", deadline
-                    )
-                if reply is None:
-                    raise RequestRejected(
-                        RequestCode.INTERNAL_ERROR, "the peer ended the request without a reply"
-                    )
-                if isinstance(reply, RequestError):
-                    await channel.finish()
-                    raise rejected(reply)
-            except ProtocolError as error:
-                self.forget(made)
-                self.abort(error.code, error.reason)
-                raise
-            except BaseException as error:
-                self.forget(made)
-                if not isinstance(error, (RequestRejected, ConnectionClosed)):
-                    channel.cancel()
-                raise
-        return made, reply
+    def keep(self, made: OwnRequest) -> None:
+        """A request of ours has been made."""
+        self._requests.add(made)
 
     def forget(self, made: OwnRequest) -> None:
         """A request of ours is over."""
         self._requests.discard(made)
         self.subscribing.forget(made)
 
-    async def _check_properties(self, reception: Subscription | FetchStream, properties: Properties) -> None:
-        unknown = [kind for kind, _ in properties if kind in _MANDATORY_PROPERTIES]
-        if unknown:  # moqt 13.1
-            self.forget(reception)
-            await reception.close()
-            raise RequestRejected(
-                RequestCode.UNSUPPORTED_EXTENSION,
-                f"the Track has the mandatory property {unknown[0]:#x}, which is not known here",
+    # Inside.
+
+    async def _set_up(self) -> None:
+        try:
+            self._control = await self.connection.open_when_possible(bidirectional=False)
+            options = SetupOptions(
+                path=self.uri.path_option if self.uri else None,
+                authority=self.uri.authority if self.uri else None,
+                tokens=self._tokens,
+                max_auth_token_cache_size=self.limits.max_auth_token_cache_size,
+                max_filter_ranges=self.limits.max_filter_ranges,
+                implementation=IMPLEMENTATION,
+                max_request_updates=self.limits.max_request_updates,
             )
-
-    def _check_ranges(self, range_filters: tuple[RangeFilter, ...]) -> None:
-        if range_filters:
-            try:
-                check_range_filters(range_filters, limit=self.peer_setup.max_filter_ranges)  # moqt 8
-            except RequestRefused as refusal:
-                raise UsageError(f"the peer would refuse the range filters: {refusal.reason}") from None
-
-    @asynccontextmanager
-    async def _mapped(self) -> AsyncIterator[None]:
-        """Turn the end of the connection into the error that callers know."""
-        try:
-            yield
+            await self._control.write(encode(Setup(options)))
         except ConnectionClosed as closed:
-            raise _session_error(closed) from None
-
-    async def _ready_or_closed(self) -> None:
-        waits = [asyncio.ensure_future(self._ready.wait()), asyncio.ensure_future(self._closed.wait())]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
+            raise session_error(closed) from None
+        await self._ready.wait()
         if self.error is not None:
             raise self.error
+
+    def _follow(self, made: OwnRequest) -> None:
+        task = self.spawn(made.follow(), type(made).__name__, reads=True)
+        self._followers.add(task)
+        task.add_done_callback(self._followers.discard)
 
     async def _guard(self, coroutine: Coroutine[Any, Any, None], what: str) -> None:
         try:
             await coroutine
-        except ConnectionClosed:
-            pass  # _watch_connection tells everyone.
+        except (ConnectionClosed, SessionClosed, ConnectionLost):
+            pass  # `_watch` tells everyone.
         except (StreamReset, StreamStopped) as error:
             logger.debug("%s: %s: %s", self.connection.id, what, error)
         except ProtocolError as error:
@@ -502,15 +435,22 @@ class Session:
             logger.exception("%s: %s failed", self.connection.id, what)
             self.abort(SessionCode.INTERNAL_ERROR, "internal error")
 
-    async def _watch_connection(self) -> None:
+    async def _watch(self, accepting: asyncio.Task[None]) -> None:
         closed = await self.connection.wait_closed()
-        self.error = _session_error(closed)
+        self.scheduler.stop(closed)
+        # What had come before the end is still read.
+        await asyncio.wait((accepting, *self._followers))
+        self._end()
+        await self.subscribing.settled()
         for made in list(self._requests):
-            made.fail(self.error)
-        self._requests.clear()
-        for task in list(self._tasks):
-            if task is not asyncio.current_task():
-                task.cancel()
+            made.lost(session_error(closed))
+
+    def _end(self) -> None:
+        """The connection has ended, and all its streams are accepted."""
+        self.subscribing.end()
+        for task in self._tasks - self._readers:
+            task.cancel()
+        self._ready.set()
         self._closed.set()
 
     async def _accept(self) -> None:
@@ -519,21 +459,23 @@ class Session:
             if stream.bidirectional:
                 self.spawn(self._serve(stream), "request")
             else:
-                self.spawn(self._read_uni(stream), "stream")
+                self.subscribing.arrived(self.spawn(self._read_uni(stream), "stream", reads=True))
 
     async def _read_uni(self, stream: Stream) -> None:
         data = b""
-        while (kind := read_vi64(data, 0)) is None:
-            try:
+        try:
+            while (kind := stream_kind(data)) is None:
                 more = await stream.read()
-            except StreamReset:
-                return
-            if not more:
-                if data:
-                    raise ProtocolError(SessionCode.PROTOCOL_VIOLATION, "a stream ended inside its type")
-                return
-            data += more
-        if kind[0] == _CONTROL_STREAM:
+                if not more:
+                    if data:
+                        raise ProtocolError(SessionCode.PROTOCOL_VIOLATION, "a stream ended inside its type")
+                    return
+                data += more
+        except StreamReset as reset:
+            self.subscribing.nameless(reset.code)
+            return
+        if kind is StreamKind.CONTROL:
+            self.subscribing.identified()
             await self._read_control(stream, data)
         else:
             await self.subscribing.on_stream(stream, data)
@@ -560,12 +502,10 @@ class Session:
             self._on_setup(message.options)
             return
         assert isinstance(message, Goaway)
-        # moqt 20 #13
-        if self.goaway_received.is_set() or (message.uri and not self.connection.is_client):
-            raise ProtocolError(
-                SessionCode.PROTOCOL_VIOLATION, "a second GOAWAY, or one with a URI from a client"
-            )
+        if message.uri and not self.connection.is_client:  # moqt 20 #13; the decoder refuses a second one.
+            raise ProtocolError(SessionCode.PROTOCOL_VIOLATION, "a GOAWAY with a URI from a client")
         logger.info("%s: the peer asks us to leave (GOAWAY)", self.connection.id)
+        self.peer_goaway = message
         self.goaway_received.set()
 
     def _on_setup(self, options: SetupOptions) -> None:
@@ -574,15 +514,6 @@ class Session:
                 raise ProtocolError(SessionCode.INVALID_PATH, "a server can't send PATH")
             if options.authority is not None:
                 raise ProtocolError(SessionCode.INVALID_AUTHORITY, "a server can't send AUTHORITY")
-        for text, parse, code in (
-            (options.path, parse_path, SessionCode.MALFORMED_PATH),
-            (options.authority, parse_authority, SessionCode.MALFORMED_AUTHORITY),
-        ):
-            try:
-                if text:
-                    parse(text)
-            except UsageError as error:
-                raise ProtocolError(code, str(error)) from None
         try:
             self._token_cache.resolve(options.tokens, setup_at_server=not self.connection.is_client)
         except RequestRefused as refusal:
@@ -592,9 +523,8 @@ class Session:
 
     def _on_datagram(self, data: bytes) -> None:
         try:
-            decode_datagram(
-                data
-            )  # Objects in datagrams are not taken; what no MOQT peer may send closes the session.
+            # Objects in datagrams are not taken; what no MOQT peer may send closes the session.
+            decode_datagram(data)
         except ProtocolError as error:
             self.abort(error.code, error.reason)
 
@@ -604,7 +534,7 @@ class Session:
             local=Sender.RESPONDER,
             is_client=self.connection.is_client,
             max_updates=self.limits.max_request_updates,
-            check_id=self._peer_ids.check,
+            ids=self.ids,
         )
         self._serving += 1
         try:
@@ -619,6 +549,11 @@ class Session:
             channel.cancel()
         finally:
             self._serving -= 1
+        try:
+            async with asyncio.timeout(self.limits.linger):
+                await channel.drain()
+        except TimeoutError:
+            stream.stop(ResetCode.CANCELLED)
 
     async def _dispatch(self, channel: RequestStream, request: Request) -> None:
         self.tokens_of(request.parameters)
@@ -640,9 +575,9 @@ class Session:
             case SubscribeNamespace():
                 await self.publishing.subscribe_namespace(channel, request)
             case PublishNamespace():
-                await self._take_namespace(channel, request)
+                await take_namespace(self, channel, request)
             case Publish():
-                if any(kind in _MANDATORY_PROPERTIES for kind, _ in request.properties):  # moqt 13.1
+                if unknown_mandatory_properties(request.properties):  # moqt 13.1
                     raise RequestRefused(
                         RequestCode.UNSUPPORTED_EXTENSION, "the Track has an unknown mandatory property"
                     )
@@ -650,84 +585,10 @@ class Session:
             case SubscribeTracks():
                 raise RequestRefused(RequestCode.NOT_SUPPORTED, "SUBSCRIBE_TRACKS is not served here")
 
-    async def _take_namespace(self, channel: RequestStream, request: PublishNamespace) -> None:
-        over = asyncio.Event()
-
-        async def update(_message: RequestUpdate) -> None:
-            await channel.send(RequestOk())  # It can only bring a token (moqt 5.2).
-
-        self.peer_namespaces[request.namespace] = None
-        try:
-            await channel.send(RequestOk())
-            # FIN is no withdrawal (moqt 3.4): the namespace stays until the stream is cancelled or the
-            # session ends.
-            await self.publishing.follow(channel, over, update, fail=over.set)
-        finally:
-            self.peer_namespaces.pop(request.namespace, None)
-
-    async def _announce(self) -> None:
-        """Keep the peer told of our namespaces (kvcs 6)."""
-        told: dict[TrackNamespace, Announcement] = {}
-        changed = asyncio.Event()
-        changed.set()
-
-        def on_change(_namespace: TrackNamespace, _present: bool) -> None:
-            changed.set()
-
-        self.tracks.watch(on_change)
-        try:
-            while True:
-                await changed.wait()
-                changed.clear()
-                for namespace in [known for known in told if known not in self.tracks.namespaces]:
-                    await told.pop(namespace).close()
-                for namespace in self.tracks.namespaces:
-                    if namespace not in told:
-                        try:
-                            told[namespace] = await self.publish_namespace(namespace)
-                        except (RequestRejected, DeadlineExceeded, UsageError) as error:
-                            logger.error("%s: the namespace was not announced: %s", self.connection.id, error)
-        finally:
-            self.tracks.unwatch(on_change)
-
     async def _leave_after(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
         if self._serving or self._requests:
             self.abort(SessionCode.GOAWAY_TIMEOUT, "requests were left after GOAWAY")
-
-
-class _PeerIds:
-    """The Request IDs that the peer has used: right parity, none twice (moqt 3.3). Compact: all below
-    `_next`, and some above.
-    """
-
-    def __init__(self, *, parity: int) -> None:
-        self._parity = parity
-        self._next = parity
-        self._above: set[int] = set()
-
-    def check(self, number: int) -> None:
-        """Note `number`. Raises ProtocolError INVALID_REQUEST_ID (moqt 20 #15)."""
-        if number % 2 != self._parity or number < self._next or number in self._above:
-            raise ProtocolError(
-                SessionCode.INVALID_REQUEST_ID,
-                f"Request ID {number} is of the wrong side, or was used before",
-            )
-        self._above.add(number)
-        while self._next in self._above:
-            self._above.remove(self._next)
-            self._next += 2
-        if len(self._above) > _MAX_ID_GAPS:
-            raise ProtocolError(SessionCode.INVALID_REQUEST_ID, "Request IDs have too many gaps")
-
-
-_MAX_ID_GAPS = 65536
-
-
-def _session_error(closed: ConnectionClosed) -> MoqtError:
-    if closed.application:
-        return SessionClosed(closed.code, closed.reason, closed.remote)
-    return ConnectionLost(closed.reason)
 
 
 def _namespace_of(request: Request) -> TrackNamespace:

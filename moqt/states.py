@@ -2,7 +2,8 @@
 table.
 
 Both ends of a request stream follow the table, each for what the other side sends. A message that has no
-transition is a PROTOCOL_VIOLATION (moqt 20 #17, #19, #20, #22).
+transition is a PROTOCOL_VIOLATION (moqt 20 #17, #19, #20, #22). The two directions of a stream are not in
+step, so what one side sent before it could know that the other has ended the request is no violation.
 """
 
 from __future__ import annotations
@@ -40,7 +41,13 @@ class RequestState(Enum):
 
     PENDING = "no reply yet"
     ESTABLISHED = "accepted"
-    ENDED = "rejected, or its last message was sent"
+    REJECTED = "rejected"
+    DONE = "its last message was sent"
+
+    @property
+    def over(self) -> bool:
+        """Whether the request has come to its end."""
+        return self in (RequestState.REJECTED, RequestState.DONE)
 
 
 class Sender(Enum):
@@ -52,7 +59,8 @@ class Sender(Enum):
 
 Step = tuple[type[Request], Sender, RequestState, type[Message]]
 
-_PENDING, _ESTABLISHED, _ENDED = RequestState.PENDING, RequestState.ESTABLISHED, RequestState.ENDED
+_PENDING, _ESTABLISHED = RequestState.PENDING, RequestState.ESTABLISHED
+_REJECTED, _DONE = RequestState.REJECTED, RequestState.DONE
 _REQUESTER, _RESPONDER = Sender.REQUESTER, Sender.RESPONDER
 
 _REPLY: dict[type[Request], type[Message]] = {
@@ -65,13 +73,17 @@ _REPLY: dict[type[Request], type[Message]] = {
     SubscribeTracks: RequestOk,
 }
 
+_PUBLISHER: dict[type[Request], Sender] = {Subscribe: _RESPONDER, Publish: _REQUESTER}
+"""Who publishes in a subscription."""
 
-def _table() -> dict[Step, RequestState]:
+
+def _running() -> dict[Step, RequestState]:
+    """What may be said before the request is over."""
     table: dict[Step, RequestState] = {}
     for request, reply in _REPLY.items():
         # moqt 4.1: one reply; TRACK_STATUS is over with it.
-        table[request, _RESPONDER, _PENDING, reply] = _ENDED if request is TrackStatus else _ESTABLISHED
-        table[request, _RESPONDER, _PENDING, RequestError] = _ENDED
+        table[request, _RESPONDER, _PENDING, reply] = _DONE if request is TrackStatus else _ESTABLISHED
+        table[request, _RESPONDER, _PENDING, RequestError] = _REJECTED
         for sender in Sender:  # moqt 16: GOAWAY for one request, from either side.
             for state in (_PENDING, _ESTABLISHED):
                 table[request, sender, state, Goaway] = state
@@ -82,12 +94,12 @@ def _table() -> dict[Step, RequestState]:
         # Replies to updates; RequestStream counts that each has its update.
         table[request, _RESPONDER, _ESTABLISHED, RequestOk] = _ESTABLISHED
         table[request, _RESPONDER, _ESTABLISHED, RequestError] = _ESTABLISHED
-    for publisher, request in ((_RESPONDER, Subscribe), (_REQUESTER, Publish)):
+    for request, publisher in _PUBLISHER.items():
         table[request, publisher, _ESTABLISHED, PublishStateNotify] = _ESTABLISHED
-        table[request, publisher, _ESTABLISHED, PublishDone] = _ENDED
+        table[request, publisher, _ESTABLISHED, PublishDone] = _DONE
     # The publisher of a PUBLISH need not wait for PUBLISH_OK, and the subscriber may update it (moqt 4.1).
     table[Publish, _REQUESTER, _PENDING, PublishStateNotify] = _PENDING
-    table[Publish, _REQUESTER, _PENDING, PublishDone] = _ENDED
+    table[Publish, _REQUESTER, _PENDING, PublishDone] = _DONE
     table[Publish, _RESPONDER, _ESTABLISHED, RequestUpdate] = _ESTABLISHED
     table[Publish, _REQUESTER, _ESTABLISHED, RequestOk] = _ESTABLISHED
     table[Publish, _REQUESTER, _ESTABLISHED, RequestError] = _ESTABLISHED
@@ -97,14 +109,26 @@ def _table() -> dict[Step, RequestState]:
     return table
 
 
+def _table() -> dict[Step, RequestState]:
+    table = _running()
+    for (request, sender, before, _), after in list(table.items()):
+        if after.over:
+            # What the other side may say until then may cross the message that ends the request.
+            other = _REQUESTER if sender is _RESPONDER else _RESPONDER
+            for known, speaker, state, message in list(table):
+                if (known, speaker, state) == (request, other, before):
+                    table[request, other, after, message] = after
+    return table
+
+
 TRANSITIONS = _table()
 """(request, sender, state, message) -> state after it; what is missing is a PROTOCOL_VIOLATION."""
 
 COMPLETE: dict[tuple[type[Request], Sender], frozenset[RequestState]] = {
     (request, sender): frozenset(
-        {_ENDED}
-        if (request, sender) in {(Subscribe, _RESPONDER), (Publish, _REQUESTER), (TrackStatus, _RESPONDER)}
-        else {_ESTABLISHED, _ENDED}
+        {_REJECTED, _DONE}
+        if sender is _PUBLISHER.get(request) or (request, sender) == (TrackStatus, _RESPONDER)
+        else set(RequestState) - {_PENDING}
         if sender is _RESPONDER
         else set(RequestState)
     )

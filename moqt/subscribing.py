@@ -1,54 +1,50 @@
-"""Asks the peer of one session for Tracks: subscriptions, fills, fetches and namespaces (moqt 6 to 12)."""
+"""Asks the peer of one session for Tracks: subscriptions, fills and fetches (moqt 6 to 12)."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from moqt.asking import OwnRequest
 from moqt.errors import (
     ProtocolError,
-    RequestRejected,
     ResetCode,
     SessionCode,
     StreamReset,
-    StreamStopped,
     UsageError,
 )
-from moqt.filters import MAX_VARINT, GroupOrder, Location, LocationFilter, RangeFilter
-from moqt.ledger import Ledger, MalformedTrack
-from moqt.names import FullTrackName, TrackNamespace, check_namespace
-from moqt.quic.api import ConnectionClosed, Stream
+from moqt.filters import GroupOrder, Location, LocationFilter, RangeFilter
+from moqt.names import FullTrackName
+from moqt.namespaces import Announcement, NamespaceEvent, NamespaceWatch
+from moqt.quic.api import Stream
+from moqt.reception import (
+    LAST,
+    Header,
+    Item,
+    RangeNotice,
+    ReceivedObject,
+    Reception,
+    StreamEnd,
+)
 from moqt.requests import RequestStream
 from moqt.wire import (
     UNKNOWN_STREAM_COUNT,
     DataStreamDecoder,
-    EndOfRange,
     Event,
     FetchHeader,
     FetchOk,
     Message,
-    Namespace,
-    NamespaceDone,
     ObjectHeader,
-    ObjectStatus,
     PaddingHeader,
     Parameters,
-    PayloadChunk,
     Properties,
-    PropertyType,
     PublishDone,
     PublishStateNotify,
-    RangeStatus,
-    RequestError,
-    RequestOk,
-    RequestUpdate,
     SubgroupHeader,
     SubscribeOk,
-    get,
 )
 
 if TYPE_CHECKING:
@@ -61,7 +57,6 @@ __all__ = [
     "Item",
     "NamespaceEvent",
     "NamespaceWatch",
-    "OwnRequest",
     "RangeNotice",
     "ReceivedObject",
     "StreamEnd",
@@ -70,9 +65,8 @@ __all__ = [
     "TrackStatusResult",
 ]
 
-_LAST = Location(MAX_VARINT, MAX_VARINT)
-_DEFAULT_PRIORITY = 128
 _RETIRED = 1024
+_NOTHING = (LAST, Location(0, 0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,52 +91,14 @@ class Fill:
             fill_timeout=self.timeout_ms,
         )
 
-
-@dataclass(frozen=True, slots=True)
-class ReceivedObject:
-    """An Object as it came. `priority` is the effective Publisher Priority; `fill`: it came on a fill or
-    fetch stream.
-    """
-
-    location: Location
-    payload: bytearray
-    subgroup: int
-    priority: int
-    status: ObjectStatus
-    properties: Properties
-    fill: bool
-
-
-@dataclass(frozen=True, slots=True)
-class StreamEnd:
-    """A data stream has ended: by FIN (`code` None), or broken with `code`. `group` is None for a fill or
-    fetch stream.
-    """
-
-    group: int | None
-    fill: bool
-    code: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class RangeNotice:
-    """On a fill or fetch stream: the Objects after the last one up to `end`, inclusive, are missing; `kind`
-    says why.
-    """
-
-    kind: RangeStatus
-    end: Location
-
-
-Item = ReceivedObject | StreamEnd | RangeNotice
-
-
-@dataclass(frozen=True, slots=True)
-class NamespaceEvent:
-    """A full namespace appeared (`present`) or went."""
-
-    namespace: TrackNamespace
-    present: bool
+    def range(self, largest: Location | None) -> tuple[Location, Location] | None:
+        """What the fill stream will hold when the reply says `largest`; None if there will be none (moqt 7.2
+        #8).
+        """
+        if largest is None:
+            return None
+        start, end = self.filter.start(largest), min(self.filter.end or LAST, largest)
+        return (start, end) if start <= end else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,223 +109,7 @@ class TrackStatusResult:
     properties: Properties
 
 
-class OwnRequest:
-    """What all requests of ours have in common: the stream, the replies to updates, and how it ended."""
-
-    def __init__(self, session: Session, stream: RequestStream) -> None:
-        self.session = session
-        self.request = stream
-        self._updates: deque[asyncio.Future[Message]] = deque()
-        self._error: Exception | None = None
-
-    async def _update(self, parameters: Parameters, request_id: int) -> Message:
-        """Send a REQUEST_UPDATE and return its REQUEST_OK. Raises RequestRejected, DeadlineExceeded and what
-        ended the request.
-        """
-        self._check_alive()
-        limit = self.session.peer_setup.max_request_updates
-        if limit and len(self._updates) >= limit:
-            raise UsageError(
-                f"{limit} REQUEST_UPDATEs are unanswered, more the peer does not take; await them first"
-            )
-        future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        self._updates.append(future)
-        await self.request.send(RequestUpdate(request_id, parameters))
-        return await self.session.in_time(future, "the reply to a REQUEST_UPDATE")
-
-    def _answer(self, message: RequestOk | RequestError) -> None:
-        future = self._updates.popleft()
-        if future.done():
-            return
-        if isinstance(message, RequestError):
-            future.set_exception(rejected(message))
-        else:
-            future.set_result(message)
-
-    def _check_alive(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    async def follow(self) -> None:
-        """Read the request stream to its end."""
-        raise NotImplementedError
-
-    def fail(self, error: Exception) -> None:
-        """The request has ended by `error`; the first one counts."""
-        if self._error is None:
-            self._error = error
-        for future in self._updates:
-            if not future.done():
-                future.set_exception(self._error)
-                future.exception()  # Whoever waits gets it; nobody has to.
-
-
-def rejected(message: RequestError) -> RequestRejected:
-    """The exception for a REQUEST_ERROR (moqt 4.2: Retry Interval is milliseconds plus one)."""
-    retry = None if message.retry_interval == 0 else (message.retry_interval - 1) / 1000
-    return RequestRejected(message.code, message.reason, retry, message.redirect)
-
-
-class _Reception(OwnRequest):
-    """Objects of one Track on their way to the application: a queue, bounded in bytes, which the data streams
-    fill.
-    """
-
-    def __init__(self, session: Session, stream: RequestStream, track: FullTrackName) -> None:
-        super().__init__(session, stream)
-        self.track = track
-        self.properties: Properties = ()
-        self._ledger = Ledger(session.limits.max_known_objects)
-        self._items: deque[Item] = deque()
-        self._bytes = 0
-        self._finished = False
-        self._closed = False
-        self._wake = asyncio.Event()
-        self._room = asyncio.Event()
-        self._room.set()
-
-    def __aiter__(self) -> AsyncIterator[Item]:
-        return self
-
-    async def __anext__(self) -> Item:
-        while not self._items:
-            self._check_alive()
-            if self._finished or self._closed:
-                raise StopAsyncIteration
-            self._wake.clear()
-            await self._wake.wait()
-        item = self._items.popleft()
-        if isinstance(item, ReceivedObject):
-            self._bytes -= len(item.payload)
-            if self._bytes <= self.session.limits.receive_buffer:
-                self._room.set()
-        return item
-
-    async def close(self) -> None:
-        """Cancel what has not ended yet. Idempotent."""
-        if not self._closed:
-            self._closed = True
-            self._items.clear()
-            self._release()
-            self.session.forget(self)
-            if self._finished:
-                with suppress(StreamStopped, ConnectionClosed):  # It is over on the other side too.
-                    await self.request.finish()
-            else:
-                self.request.cancel()
-
-    def fail(self, error: Exception) -> None:
-        """End the iteration with `error`, after what was received before."""
-        super().fail(error)
-        self._release()
-
-    def _release(self) -> None:
-        self._wake.set()
-        self._room.set()
-
-    def _put(self, item: Item) -> None:
-        self._items.append(item)
-        if isinstance(item, ReceivedObject):
-            self._bytes += len(item.payload)
-            if self._bytes > self.session.limits.receive_buffer:
-                self._room.clear()
-        self._wake.set()
-
-    @property
-    def _over(self) -> bool:
-        return self._closed or self._finished or self._error is not None
-
-    def _wanted(self, location: Location, fill: bool, request_id: int) -> bool:
-        raise NotImplementedError
-
-    async def receive(
-        self,
-        stream: Stream,
-        decoder: DataStreamDecoder,
-        header: SubgroupHeader | FetchHeader,
-        events: Iterator[Event],
-    ) -> None:
-        """Read a data stream of this reception to its end; `events` are those decoded behind the header
-        already.
-        """
-        fill = isinstance(header, FetchHeader)
-        request_id = header.request_id if isinstance(header, FetchHeader) else 0
-        group = None if isinstance(header, FetchHeader) else header.group
-        code: int | None = None
-        last, filled = -1, 0
-        buffer = bytearray()
-        current: ObjectHeader | None = None
-        try:
-            while True:
-                for event in events:
-                    if type(event) is PayloadChunk:
-                        size = len(event.data)
-                        buffer[filled : filled + size] = event.data
-                        filled += size
-                        if event.last and current is not None:
-                            await self._take(current, buffer, fill, request_id)
-                    elif type(event) is ObjectHeader:
-                        current, filled = event, 0
-                        if event.status is ObjectStatus.NORMAL:
-                            last = event.location.object
-                        if event.size > self.session.limits.max_object_size:
-                            stream.stop(ResetCode.EXCESSIVE_LOAD)
-                            raise StreamReset(ResetCode.EXCESSIVE_LOAD)
-                        buffer = bytearray(event.size)
-                        if not event.size:
-                            await self._take(current, buffer, fill, request_id)
-                    elif type(event) is EndOfRange:
-                        self._put(RangeNotice(event.kind, event.location))
-                if self._over:
-                    stream.stop(ResetCode.CANCELLED)
-                    return
-                data = await stream.read()
-                if not data:
-                    break
-                events = decoder.feed(data)
-            decoder.finish()
-            if isinstance(header, SubgroupHeader) and header.end_of_group and last >= 0:
-                self._ledger.end_group(header.group, max(last, self._ledger.largest_in(header.group)) + 1)
-        except StreamReset as error:
-            code = error.code
-        except MalformedTrack as error:
-            stream.stop(ResetCode.MALFORMED_TRACK)
-            self.request.cancel(ResetCode.MALFORMED_TRACK)
-            self.fail(error)
-            return
-        self._put(StreamEnd(group, fill, code))
-
-    async def _take(self, header: ObjectHeader, payload: bytearray, fill: bool, request_id: int) -> None:
-        priority = header.priority
-        if priority is None:
-            default = get(self.properties, PropertyType.DEFAULT_PUBLISHER_PRIORITY)
-            priority = default if isinstance(default, int) else _DEFAULT_PRIORITY
-        if not self._wanted(header.location, fill, request_id):
-            return
-        new = self._ledger.record(
-            header.location,
-            payload,
-            subgroup=header.subgroup,
-            priority=priority,
-            status=header.status,
-            properties=header.properties,
-        )
-        if new and not self._over:
-            self._put(
-                ReceivedObject(
-                    header.location,
-                    payload,
-                    header.subgroup,
-                    priority,
-                    header.status,
-                    header.properties,
-                    fill,
-                )
-            )
-        await self._room.wait()
-
-
-class Subscription(_Reception):
+class Subscription(Reception):
     """A subscription to a Track: `async for` gives its Objects as they come, and tells when streams end.
 
     The iteration ends when the publisher has ended the subscription with PUBLISH_DONE and all its streams
@@ -378,21 +118,34 @@ class Subscription(_Reception):
     """
 
     def __init__(
-        self, session: Session, stream: RequestStream, track: FullTrackName, location_filter: LocationFilter
+        self,
+        session: Session,
+        stream: RequestStream,
+        track: FullTrackName,
+        location_filter: LocationFilter,
+        *,
+        filtered: bool,
+        forward: bool,
     ) -> None:
         super().__init__(session, stream, track)
         self.alias = -1
         self.largest: Location | None = None
         self.expects_fill = False
         self.done: PublishDone | None = None
-        self.fill_ids: dict[int, tuple[Location, Location]] = {}
         self._filter = location_filter
-        self._start, self._end = Location(0, 0), _LAST
-        self._streams_seen = 0
-        self._reading = 0
-        self._timer: asyncio.TimerHandle | None = None
-        assert stream.request is not None
-        self._replies = {stream.request.request_id: asyncio.Event()}
+        self._range = _NOTHING
+        self._pending: dict[int, tuple[Location, Location]] = {}
+        """What else subgroup streams may bring, by the updates of the filter that are under way."""
+        self._fills: dict[int, tuple[Location, Location]] = {}
+        self._filtered = filtered
+        """Whether a whole Subgroup may come without some of its Objects."""
+        self._forward = forward
+        self._streams_ended = 0
+        self._due: set[int] = set()
+        """Fills whose stream has not come."""
+        self._suspected: list[int] = []
+        """Codes of the streams that may have been ours."""
+        self._time_is_up = False
 
     async def __aenter__(self) -> Subscription:
         return self
@@ -400,41 +153,18 @@ class Subscription(_Reception):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def accepted(self, message: SubscribeOk, fill: Fill | None) -> None:
-        """Take over what SUBSCRIBE_OK says."""
-        assert self.request.request is not None
+    def accepted(self, message: SubscribeOk, request_id: int, fill: Fill | None) -> None:
+        """Take over what SUBSCRIBE_OK says. Raises as `_take_properties` and `Subscribing.register`."""
+        self._take_properties(message.properties)
         self.alias = message.track_alias
-        self.properties = message.properties
         self.largest = message.parameters.largest
-        self._select(self._filter)
-        self._expect(self.request.request.request_id, fill)
-        self.expects_fill = self.request.request.request_id in self.fill_ids
-
-    def _select(self, location_filter: LocationFilter) -> None:
-        self._filter = location_filter
-        self._start = location_filter.start(self.largest)
-        self._end = location_filter.end or _LAST
-
-    def _expect(self, request_id: int, fill: Fill | None) -> None:
-        """Whether a fill stream will come (moqt 7.2 #8), and with which Objects."""
-        if fill is not None and self.largest is not None:
-            start = fill.filter.start(self.largest)
-            end = min(fill.filter.end or _LAST, self.largest)
-            if start <= end:
-                self.fill_ids[request_id] = start, end
-        if request_id in self._replies:
-            self._replies.pop(request_id).set()
-
-    async def replied(self, request_id: int) -> None:
-        """Wait for the reply to the request with this ID, or the end of the subscription."""
-        event = self._replies.get(request_id)
-        if event is not None:
-            await event.wait()
-
-    def _wanted(self, location: Location, fill: bool, request_id: int) -> bool:
-        # moqt 7.3: the subscriber applies each filter again.
-        start, end = self.fill_ids.get(request_id, (_LAST, _LAST)) if fill else (self._start, self._end)
-        return start <= location <= end
+        self._range = _selected(self._filter, self.largest)
+        try:
+            self.session.subscribing.register(self)
+        except UsageError as error:
+            self._broken(error)
+            raise
+        self.expects_fill = self._expect(request_id, fill)
 
     async def update(
         self,
@@ -444,12 +174,15 @@ class Subscription(_Reception):
         filter: LocationFilter | None = None,
         range_filters: tuple[RangeFilter, ...] = (),
         fill: Fill | None = None,
-    ) -> None:
-        """Send a REQUEST_UPDATE and wait for its reply; what is None stays as it is (moqt 4.2).
+    ) -> bool:
+        """Send a REQUEST_UPDATE and wait for its reply; what is None stays as it is (moqt 4.2). Returns
+        whether a fill stream will come.
 
-        Raises RequestRejected (the publisher then ends the subscription), DeadlineExceeded, and what broke
-        the subscription.
+        Raises RequestRejected (the publisher then ends the subscription), DeadlineExceeded, UsageError for
+        filters that the peer has not allowed, and what broke the subscription.
         """
+        subscribing = self.session.subscribing
+        subscribing.check_ranges(range_filters + (fill.range_filters if fill else ()))
         parameters = Parameters(
             forward=forward,
             subscriber_priority=priority,
@@ -457,73 +190,105 @@ class Subscription(_Reception):
             range_filters=range_filters,
             fill=fill.parameters() if fill else None,
         )
-        request_id = self.session.next_request_id()
+        request_id = self.session.ids.next()
         if fill is not None:
-            self._replies[request_id] = asyncio.Event()
-            self.session.subscribing.expect_fill(request_id, self, fill.order)
-        reply = await self._update(parameters, request_id)
-        assert isinstance(reply, RequestOk)
+            self._suspected.clear()
+            subscribing.expect(request_id, self, fill.order, wait=True)
+        if filter is not None:
+            # Objects that the new filter selects may overtake the reply; where it starts may depend on that.
+            self._pending[request_id] = Location(0, 0), filter.end or LAST
+        self._filtered = self._filtered or filter is not None or bool(range_filters)
+        try:
+            reply = await self._update(parameters, request_id)
+        except BaseException:
+            subscribing.unexpect(request_id)
+            raise
         if reply.parameters.largest is not None:
             self.largest = reply.parameters.largest
         if filter is not None:
-            self._select(filter)
-        self._expect(request_id, fill)
+            self._filter = filter
+            self._range = _selected(filter, self.largest)
+            del self._pending[request_id]
+        if forward is not None:
+            self._forward = forward
+        return self._expect(request_id, fill)
 
-    async def receive(
-        self,
-        stream: Stream,
-        decoder: DataStreamDecoder,
-        header: SubgroupHeader | FetchHeader,
-        events: Iterator[Event],
-    ) -> None:
-        self._streams_seen += 1
-        self._reading += 1
-        try:
-            await super().receive(stream, decoder, header, events)
-        finally:
-            self._reading -= 1
-            self._check_done()
+    def _expect(self, request_id: int, fill: Fill | None) -> bool:
+        """Whether a fill stream will come, and with which Objects."""
+        selected = fill.range(self.largest) if fill is not None and self._forward else None
+        if selected is None:
+            self.session.subscribing.unexpect(request_id)
+            return False
+        self._fills[request_id] = selected
+        self._due.add(request_id)
+        for code in self._suspected:
+            self._after(self.session.limits.suspicion, self._fill_lost, request_id, code)
+        self.session.subscribing.replied(request_id)
+        return True
 
-    async def follow(self) -> None:
-        """Read the request stream to its end."""
-        try:
-            while (message := await self.request.receive()) is not None:
-                if isinstance(message, PublishDone):
-                    self.done = message
-                    self._timer = asyncio.get_running_loop().call_later(
-                        self.session.limits.done_deadline, self._check_done, True
-                    )
-                    self._check_done()
-                elif isinstance(message, (RequestOk, RequestError)):
-                    self._answer(message)
-                elif isinstance(message, PublishStateNotify) and message.parameters.largest is not None:
-                    self.largest = message.parameters.largest
-        except (StreamReset, RequestRejected) as error:
-            if not self._over:
-                self.fail(error)
+    def begin(self, stream: Stream, header: Header) -> None:
+        super().begin(stream, header)
+        if isinstance(header, FetchHeader):
+            self._due.discard(header.request_id)
 
-    def _check_done(self, time_is_up: bool = False) -> None:
-        """After PUBLISH_DONE: whether all its streams have been seen to their end, or we have waited long
-        enough (moqt 4.2).
+    def suspect(self, code: int) -> None:
+        self._suspected.append(code)
+        for request_id in self._due:
+            self._after(self.session.limits.suspicion, self._fill_lost, request_id, code)
+        if self.done is not None:
+            self._await_streams(self.done)
+
+    def _fill_lost(self, request_id: int, code: int) -> None:
+        if request_id in self._due:
+            self._due.discard(request_id)
+            self._put(StreamEnd(None, True, code))
+
+    def _wanted(self, header: ObjectHeader, request_id: int | None) -> bool:
+        # moqt 7.3: the subscriber applies each filter again.
+        if request_id is None:
+            ranges = [self._range, *self._pending.values()]
+        else:
+            ranges = [self._fills.get(request_id, _NOTHING)]
+        return any(start <= header.location <= end for start, end in ranges)
+
+    def _stream_ended(self, header: Header, code: int | None) -> None:
+        self._streams_ended += 1
+        super()._stream_ended(header, code)
+
+    def _note_end(self, header: SubgroupHeader, last: ObjectHeader) -> None:
+        super()._note_end(header, last)
+        if not self._filtered:
+            self._ledger.end_subgroup(header.group, last.subgroup, last.location.object)
+
+    def _on_message(self, message: Message) -> None:
+        if isinstance(message, PublishDone):
+            self.done = message
+            self._await_streams(message)
+            self._settle()
+        elif isinstance(message, PublishStateNotify) and message.parameters.largest is not None:
+            self.largest = message.parameters.largest
+
+    def _await_streams(self, done: PublishDone) -> None:
+        limits = self.session.limits
+        suspicious = len(self._suspected) >= done.stream_count - self._streams_ended - len(self._streams)
+        self._after(limits.suspicion if suspicious else limits.done_deadline, self._waited)
+
+    def _waited(self) -> None:
+        self._time_is_up = True
+        self._settle()
+
+    def _settle(self) -> None:
+        """After PUBLISH_DONE: whether all its streams have come to their end, or we have waited long enough
+        (moqt 4.2).
         """
-        if self.done is None or self._over:
-            return
-        complete = (
-            self.done.stream_count != UNKNOWN_STREAM_COUNT and self._streams_seen >= self.done.stream_count
-        )
-        if not self._reading and (complete or time_is_up):
-            self._finished = True
-            self._release()
-
-    def _release(self) -> None:
-        super()._release()
-        for event in self._replies.values():
-            event.set()
-        if self._over and self._timer is not None:
-            self._timer.cancel()
+        if self.done is not None and not (self._over or self._streams or self._cut):
+            count = self.done.stream_count
+            if self._time_is_up or (count != UNKNOWN_STREAM_COUNT and self._streams_ended >= count):
+                self._finish()
+        super()._settle()
 
 
-class FetchStream(_Reception):
+class FetchStream(Reception):
     """A fetch: `async for` gives its Objects in order, and ends when the last has come. It raises when the
     fetch breaks.
 
@@ -535,9 +300,12 @@ class FetchStream(_Reception):
     ) -> None:
         super().__init__(session, stream, track)
         self.end: FetchOk | None = None
-        self._start = location_filter.start(None)
-        self._last = location_filter.end or _LAST
+        self._start, self._last = _selected(location_filter, None)
+        self._begun = False
         self._data_ended = False
+        self._suspected: int | None = None
+        """Code of a stream that may have been ours."""
+        self._said_all = False
 
     async def __aenter__(self) -> FetchStream:
         return self
@@ -545,148 +313,72 @@ class FetchStream(_Reception):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def _wanted(self, location: Location, fill: bool, request_id: int) -> bool:
-        return self._start <= location <= self._last
-
     async def update(self, *, priority: int) -> None:
-        """Change the Subscriber Priority. Raises RequestRejected, DeadlineExceeded."""
-        await self._update(Parameters(subscriber_priority=priority), self.session.next_request_id())
-
-    async def receive(
-        self,
-        stream: Stream,
-        decoder: DataStreamDecoder,
-        header: SubgroupHeader | FetchHeader,
-        events: Iterator[Event],
-    ) -> None:
-        await super().receive(stream, decoder, header, events)
-        if self._items and isinstance(end := self._items[-1], StreamEnd) and end.code is not None:
-            self._items.pop()
-            self.fail(StreamReset(end.code))
-        self._data_ended = True
-        self._check_done()
+        """Change the Subscriber Priority. Raises RequestRejected, DeadlineExceeded, and what broke the
+        fetch.
+        """
+        await self._update(Parameters(subscriber_priority=priority), self.session.ids.next())
 
     def accepted(self, message: FetchOk) -> None:
-        """Take over what FETCH_OK says. Raises ProtocolError (moqt 20 #21)."""
+        """Take over what FETCH_OK says. Raises ProtocolError (moqt 20 #21), and as `_take_properties`."""
         if message.end < self._start:
             raise ProtocolError(
                 SessionCode.PROTOCOL_VIOLATION,
                 f"FETCH_OK ends at {message.end}, before the start of the request {self._start}",
             )
+        self._take_properties(message.properties)
         self.end = message
-        self.properties = message.properties
-        self._check_done()
+        self._settle()
 
-    async def follow(self) -> None:
-        """Read the request stream to its end."""
-        try:
-            while (message := await self.request.receive()) is not None:
-                if isinstance(message, (RequestOk, RequestError)):
-                    self._answer(message)
-        except (StreamReset, RequestRejected) as error:
-            if not self._over:
-                self.fail(error)
+    def begin(self, stream: Stream, header: Header) -> None:
+        super().begin(stream, header)
+        self._begun = True
 
-    def _check_done(self) -> None:
+    def suspect(self, code: int) -> None:
+        self._suspected = code
+        self._await_data()
+
+    def _wanted(self, header: ObjectHeader, request_id: int | None) -> bool:
+        return self._start <= header.location <= self._last
+
+    def _stream_ended(self, header: Header, code: int | None) -> None:
+        if code is None:
+            super()._stream_ended(header, code)
+            self._data_ended = True
+        else:
+            self._broken(StreamReset(code))
+
+    def _on_fin(self) -> None:
+        self._said_all = True
+        self._await_data()
+
+    def _await_data(self) -> None:
+        if self._said_all and not self._begun:
+            limits = self.session.limits
+            if self._suspected is None:
+                self._after(limits.data_deadline, self._data_lost, ResetCode.INTERNAL_ERROR)
+            else:
+                self._after(limits.suspicion, self._data_lost, self._suspected)
+
+    def _data_lost(self, code: int) -> None:
+        if not self._begun:
+            self._broken(StreamReset(code))
+
+    def _settle(self) -> None:
         if self._data_ended and self.end is not None and not self._over:
-            self._finished = True
-            self._release()
+            self._finish()
+        super()._settle()
 
 
-class NamespaceWatch(OwnRequest):
-    """A SUBSCRIBE_NAMESPACE: `async for` gives a NamespaceEvent for each namespace that comes or goes, until
-    it breaks.
+@dataclass(slots=True)
+class _Expected:
+    """A fetch or fill stream that may come. It is parked until `ready`, when the reply is known that says
+    what it holds.
     """
 
-    def __init__(self, session: Session, stream: RequestStream, prefix: TrackNamespace) -> None:
-        super().__init__(session, stream)
-        self.prefix = prefix
-        self.namespaces: dict[TrackNamespace, None] = {}
-        self._events: deque[NamespaceEvent] = deque()
-        self._wake = asyncio.Event()
-        self._closed = False
-
-    async def __aenter__(self) -> NamespaceWatch:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    def __aiter__(self) -> AsyncIterator[NamespaceEvent]:
-        return self
-
-    async def __anext__(self) -> NamespaceEvent:
-        while not self._events:
-            self._check_alive()
-            if self._closed:
-                raise StopAsyncIteration
-            self._wake.clear()
-            await self._wake.wait()
-        return self._events.popleft()
-
-    async def close(self) -> None:
-        """End the watch. Idempotent."""
-        if not self._closed:
-            self._closed = True
-            self._wake.set()
-            self.session.forget(self)
-            self.request.cancel()
-
-    def fail(self, error: Exception) -> None:
-        """End the iteration with `error`, after the events that came before."""
-        super().fail(error)
-        self._wake.set()
-
-    async def follow(self) -> None:
-        """Read the request stream to its end."""
-        try:
-            while (message := await self.request.receive()) is not None:
-                if isinstance(message, (RequestOk, RequestError)):
-                    self._answer(message)
-                elif isinstance(message, (Namespace, NamespaceDone)):
-                    self._note((*self.prefix, *message.suffix), isinstance(message, Namespace))
-            raise StreamReset(
-                ResetCode.CANCELLED
-            )  # moqt 11: at FIN all its namespaces are gone; it was no end of ours.
-        except (StreamReset, RequestRejected) as error:
-            if not self._closed:
-                self.fail(error)
-
-    def _note(self, namespace: TrackNamespace, present: bool) -> None:
-        try:
-            check_namespace(namespace)
-        except ValueError as error:
-            raise ProtocolError(SessionCode.PROTOCOL_VIOLATION, str(error)) from None
-        if present:
-            self.namespaces[namespace] = None
-        elif namespace in self.namespaces:
-            del self.namespaces[namespace]
-        else:  # moqt 20 #20
-            raise ProtocolError(SessionCode.PROTOCOL_VIOLATION, "NAMESPACE_DONE without its NAMESPACE")
-        self._events.append(NamespaceEvent(namespace, present))
-        self._wake.set()
-
-
-class Announcement(OwnRequest):
-    """A PUBLISH_NAMESPACE that the peer accepted; `close` withdraws it."""
-
-    def __init__(self, session: Session, stream: RequestStream, namespace: TrackNamespace) -> None:
-        super().__init__(session, stream)
-        self.namespace = namespace
-
-    async def close(self) -> None:
-        """Withdraw the namespace (moqt 11). Idempotent."""
-        self.session.forget(self)
-        self.request.cancel()
-
-    async def follow(self) -> None:
-        """Read the request stream to its end."""
-        try:
-            while (message := await self.request.receive()) is not None:
-                if isinstance(message, (RequestOk, RequestError)):
-                    self._answer(message)
-        except (StreamReset, RequestRejected) as error:
-            self.fail(error)
+    reception: Reception
+    order: GroupOrder
+    ready: bool
 
 
 class Subscribing:
@@ -695,14 +387,28 @@ class Subscribing:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._by_alias: dict[int, Subscription] = {}
-        self._by_request: dict[int, tuple[Subscription | FetchStream, GroupOrder]] = {}
-        self._retired_aliases: deque[int] = deque(maxlen=_RETIRED)
-        self._waiters: dict[int, list[asyncio.Future[Subscription | None]]] = {}
-        self._parked = 0
+        self._by_request: dict[int, _Expected] = {}
+        self._retired: deque[int] = deque(maxlen=_RETIRED)
+        self._parked: dict[asyncio.Future[None], int | FetchHeader] = {}
+        """Who waits for a Track Alias or for the reply to a request."""
+        self._unidentified: set[asyncio.Task[None]] = set()
+        self._ended = False
+        self._settled = asyncio.Event()
+
+    def check_ranges(self, range_filters: tuple[RangeFilter, ...]) -> None:
+        """Raise UsageError for range filters that the peer would refuse (moqt 8)."""
+        limit = self._session.peer_setup.max_filter_ranges
+        faults = [known.fault for known in range_filters if known.fault]
+        if faults:
+            raise UsageError(faults[0])
+        ranges = sum(len(known.ranges) for known in range_filters)
+        if ranges > limit or (range_filters and not limit):
+            raise UsageError(f"the peer takes {limit} Ranges in range filters, not {ranges}")
 
     def register(self, subscription: Subscription) -> None:
         """Route the alias of a SUBSCRIBE_OK. Raises ProtocolError when it stands for another Track (moqt 20
-        #16).
+        #16), UsageError when it stands for another subscription to the same Track: their streams could not be
+        told apart.
         """
         alias = subscription.alias
         current = self._by_alias.get(alias)
@@ -711,70 +417,150 @@ class Subscribing:
                 SessionCode.DUPLICATE_TRACK_ALIAS,
                 f"alias {alias} stands for {current.track} and for {subscription.track}",
             )
+        if current is not None:
+            raise UsageError(
+                f"the publisher takes one alias for all subscriptions to {subscription.track}: "
+                "end the other one first"
+            )
         self._by_alias[alias] = subscription
-        for future in self._waiters.pop(alias, ()):
-            if not future.done():
-                future.set_result(subscription)
+        self._unpark(alias)
 
-    def expect_fill(self, request_id: int, reception: Subscription | FetchStream, order: GroupOrder) -> None:
-        """Route the fill or fetch stream with this Request ID."""
-        self._by_request[request_id] = reception, order
+    def expect(self, request_id: int, reception: Reception, order: GroupOrder, *, wait: bool) -> None:
+        """Route the fetch or fill stream with this Request ID, with `wait` once `replied` is called."""
+        self._by_request[request_id] = _Expected(reception, order, not wait)
 
-    def forget(self, reception: OwnRequest) -> None:
-        """The reception is over: late streams of it are stopped."""
-        if isinstance(reception, Subscription) and self._by_alias.get(reception.alias) is reception:
-            del self._by_alias[reception.alias]
-            self._retired_aliases.append(reception.alias)
-        for request_id in [known for known, (owner, _) in self._by_request.items() if owner is reception]:
-            del self._by_request[request_id]
+    def replied(self, request_id: int) -> None:
+        """The reply is here that tells what the stream of this request holds."""
+        expected = self._by_request.get(request_id)
+        if expected is not None:
+            expected.ready = True
+            self._unpark(FetchHeader(request_id))
+
+    def unexpect(self, request_id: int) -> None:
+        """No stream with this Request ID is wanted."""
+        self._by_request.pop(request_id, None)
+        self._unpark(FetchHeader(request_id))
+
+    def forget(self, request: OwnRequest) -> None:
+        """The request is over: late streams of it are stopped."""
+        if isinstance(request, Subscription) and self._by_alias.get(request.alias) is request:
+            del self._by_alias[request.alias]
+            self._retired.append(request.alias)
+        for number in [number for number, known in self._by_request.items() if known.reception is request]:
+            self.unexpect(number)
+
+    def arrived(self, task: asyncio.Task[None]) -> None:
+        """A stream has come, which `task` reads."""
+        self._unidentified.add(task)
+        task.add_done_callback(self._identified)
+
+    def identified(self) -> None:
+        """The task that calls knows what its stream is."""
+        task: asyncio.Task[None] | None = asyncio.current_task()
+        assert task is not None
+        self._identified(task)
+
+    def _identified(self, task: asyncio.Task[None]) -> None:
+        self._unidentified.discard(task)
+        self._check_settled()
 
     async def on_stream(self, stream: Stream, data: bytes) -> None:
-        """Read a data stream that began with `data`."""
+        """Read a data stream that began with `data`, to its end. Raises ProtocolError, ConnectionClosed."""
         decoder = DataStreamDecoder()
-        header: Event | None = None
-        events: Iterator[Event] = iter(())
         try:
-            while header is None:
-                events = decoder.feed(data)
-                header = next(events, None)
-                if header is None:
-                    data = await stream.read()
-                    if not data:
-                        decoder.finish()
-                        return
-        except StreamReset:
-            return  # It has said nothing yet.
-        if isinstance(header, PaddingHeader):
+            header, events = await _read_header(stream, decoder, data)
+        except StreamReset as reset:
+            self.nameless(reset.code)
+            return
+        reception = await self._find(header, decoder)
+        if reception is None or header is None:
             stream.stop(ResetCode.CANCELLED)
             return
-        assert isinstance(header, (SubgroupHeader, FetchHeader))
-        reception = await self._find(header, decoder)
-        if reception is None:
-            stream.stop(ResetCode.CANCELLED)
-        else:
-            await reception.receive(stream, decoder, header, events)
+        reception.begin(stream, header)
+        self.identified()
+        await reception.receive(stream, decoder, header, events)
 
-    async def _find(
-        self, header: SubgroupHeader | FetchHeader, decoder: DataStreamDecoder
-    ) -> Subscription | FetchStream | None:
-        if isinstance(header, FetchHeader):
-            reception, decoder.order = self._by_request.get(header.request_id, (None, GroupOrder.ASCENDING))
-            if isinstance(reception, Subscription):
-                # The range of the fill is known with the reply; the stream may overtake it.
-                await reception.replied(header.request_id)
-            return reception
-        alias = header.track_alias
-        if alias in self._by_alias:
-            return self._by_alias[alias]
-        if alias in self._retired_aliases or self._parked >= self._session.limits.parked_streams:
+    def nameless(self, code: int) -> None:
+        """A stream was reset before it said whose it is."""
+        receptions = {*self._by_alias.values(), *(known.reception for known in self._by_request.values())}
+        for reception in receptions:
+            reception.suspect(code)
+
+    def end(self) -> None:
+        """The connection has ended, and all streams that came are known."""
+        self._ended = True
+        for future in self._parked:
+            if not future.done():
+                future.set_result(None)
+        self._check_settled()
+
+    async def settled(self) -> None:
+        """After the end of the connection: wait until each stream that came has found its reception."""
+        await self._settled.wait()
+
+    def _check_settled(self) -> None:
+        if self._ended and not self._unidentified:
+            self._settled.set()
+
+    async def _find(self, header: Header | None, decoder: DataStreamDecoder) -> Reception | None:
+        """Whose stream it is; None if nobody wants it."""
+        if header is None:
             return None
-        future: asyncio.Future[Subscription | None] = asyncio.get_running_loop().create_future()
-        self._waiters.setdefault(alias, []).append(future)
-        self._parked += 1
+        if isinstance(header, SubgroupHeader):
+            alias = header.track_alias
+            if alias not in self._by_alias and alias not in self._retired:
+                await self._park(alias)
+            return self._by_alias.get(alias)
+        expected = self._by_request.get(header.request_id)
+        if expected is not None and not expected.ready:
+            await self._park(header)
+        expected = self._by_request.get(header.request_id)
+        if expected is None or not expected.ready:
+            return None
+        del self._by_request[header.request_id]  # One request, one stream (moqt 7.2 #6, 10).
+        decoder.order = expected.order
+        return expected.reception
+
+    async def _park(self, key: int | FetchHeader) -> None:
+        """Wait for the reply that overtook nothing, within bounds (moqt 9)."""
+        if self._ended or len(self._parked) >= self._session.limits.parked_streams:
+            return
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._parked[future] = key
         try:
             async with asyncio.timeout(self._session.limits.parked_deadline):
-                return await future
+                await future
         except TimeoutError:
-            return None
+            pass
         finally:
-            self._parked -= 1
+            del self._parked[future]
+
+    def _unpark(self, key: int | FetchHeader) -> None:
+        for future, waited in self._parked.items():
+            if waited == key and not future.done():
+                future.set_result(None)
+
+
+async def _read_header(
+    stream: Stream, decoder: DataStreamDecoder, data: bytes
+) -> tuple[Header | None, Iterator[Event]]:
+    """The header of a stream that began with `data`, and the events behind it; None for padding, and for a
+    stream that is empty.
+    """
+    while True:
+        events = decoder.feed(data)
+        header = next(events, None)
+        if header is not None:
+            break
+        data = await stream.read()
+        if not data:
+            decoder.finish()
+            return None, events
+    if isinstance(header, PaddingHeader):
+        return None, events
+    assert isinstance(header, (SubgroupHeader, FetchHeader))
+    return header, events
+
+
+def _selected(location_filter: LocationFilter, largest: Location | None) -> tuple[Location, Location]:
+    return location_filter.start(largest), location_filter.end or LAST

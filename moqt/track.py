@@ -11,11 +11,18 @@ from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from moqt.errors import DoneCode, LocationTaken, UsageError
-from moqt.filters import GroupOrder, Location
+from moqt.errors import DoneCode, LocationTaken, MalformedTrack, ProtocolError, UsageError
+from moqt.filters import MAX_PRIORITY, MAX_VARINT, GroupOrder, Location
 from moqt.names import FullTrackName, TrackNamespace, check_namespace
 from moqt.quic.api import Buffer
-from moqt.wire import ObjectStatus, Properties
+from moqt.wire import (
+    ObjectStatus,
+    Properties,
+    check_object_properties,
+    check_track_properties,
+    decode_properties,
+    encode_properties,
+)
 
 __all__ = ["StoredObject", "Track", "TrackWatcher", "Tracks"]
 
@@ -39,8 +46,10 @@ class StoredObject:
 class _Group:
     objects: dict[int, StoredObject] = field(default_factory=dict)
     ids: list[int] = field(default_factory=list)
+    subgroups: dict[int, tuple[StoredObject, StoredObject]] = field(default_factory=dict)
+    """The first and the last Object of each."""
     end: int | None = None
-    """No Object with this ID or a larger one exists."""
+    """Nothing more comes; no Object with this ID or a larger one exists."""
 
 
 class TrackWatcher:
@@ -74,6 +83,11 @@ class Track:
         one_subgroup: bool = False,
     ) -> None:
         check_namespace(name.namespace, name.name)
+        try:
+            encode_properties(properties)
+            check_track_properties(properties)
+        except (ProtocolError, MalformedTrack) as error:
+            raise UsageError(f"{name}: the Track Properties are no good: {error}") from None
         if not 0 <= priority <= 255:
             raise UsageError(f"a Publisher Priority is 0 to 255, not {priority}")
         self.name = name
@@ -99,9 +113,10 @@ class Track:
     ) -> bool:
         """Publish an Object. `payload` is its bytes, in one or several pieces, which are not copied.
 
-        Returns False when the same Object, byte for byte, is there already. Raises LocationTaken when another
-        payload stands at this Location (kvcs 6, moqt 15 #3), UsageError when the Group or the Track has ended
-        before it.
+        `properties` are encoded (`moqt.wire.encode_properties`). Returns False when the same Object, byte for
+        byte, is there already. Raises LocationTaken when another payload stands at this Location (kvcs 6,
+        moqt 15 #3), UsageError when the Group or the Track has ended, when the Object is out of order in its
+        Subgroup (moqt 12.6), or for a value out of range.
         """
         location = Location(group, object_id)
         pieces = (payload,) if isinstance(payload, (bytes, bytearray, memoryview)) else payload
@@ -122,50 +137,48 @@ class Track:
                 f"{self.name}: another Object stands at group {group}, object {object_id}; "
                 "an Object is never changed: publish anew under another name"
             )
-        if self.ended is not None and location >= self.ended:
-            raise UsageError(
-                f"{self.name}: the Track ended at {self.ended}, so nothing can be published at {location}"
-            )
+        self._check(item)
         entry = self._group(group)
-        if entry.end is not None and object_id >= entry.end:
-            raise UsageError(
-                f"{self.name}: group {group} ended before object {entry.end}, not at {object_id}"
-            )
-        if self.one_subgroup and entry.ids and entry.objects[entry.ids[-1]].subgroup != subgroup:
-            raise UsageError(f"{self.name}: all Objects of group {group} must be in one Subgroup")
         entry.objects[object_id] = item
         insort(entry.ids, object_id)
+        entry.subgroups[subgroup] = entry.subgroups.get(subgroup, (item,))[0], item
         if self.largest is None or location > self.largest:
             self.largest = location
         self._tell(item)
         return True
 
     def end_group(self, group: int, object_id: int) -> None:
-        """Publish End of Group at `object_id`: no Object with this ID or a larger one exists. Raises
-        UsageError on contradiction.
+        """Publish End of Group at `object_id`: nothing more comes in this Group. Raises UsageError on
+        contradiction.
         """
-        entry = self._group(group)
+        location = Location(group, object_id)
+        _check_range(location)
+        entry = self._groups.get(group, _Group())
         if entry.end is not None:
             raise UsageError(f"{self.name}: group {group} has ended already, before object {entry.end}")
         if entry.ids and entry.ids[-1] >= object_id:
             raise UsageError(
                 f"{self.name}: group {group} can't end before object {object_id}: {entry.ids[-1]} exists"
             )
-        entry.end = object_id
-        subgroup = entry.objects[entry.ids[-1]].subgroup if entry.ids else 0
-        priority = entry.objects[entry.ids[-1]].priority if entry.ids else self.priority
-        self._tell(self._status(Location(group, object_id), subgroup, priority, ObjectStatus.END_OF_GROUP))
+        if self.ended is not None and location >= self.ended:
+            raise UsageError(f"{self.name}: the Track ended at {self.ended}, before the end of group {group}")
+        self._group(group).end = object_id
+        self._tell(self._status(location, ObjectStatus.END_OF_GROUP))
 
     def end(self, location: Location) -> None:
-        """Publish End of Track at `location`: no Object at it or after it exists. Raises UsageError on
-        contradiction.
+        """Publish End of Track at `location`: no Object at it or after it exists, and nothing more comes in
+        its Group. Raises UsageError on contradiction.
         """
+        _check_range(location)
         if self.ended is not None:
             raise UsageError(f"{self.name}: the Track has ended already, at {self.ended}")
         if self.largest is not None and self.largest >= location:
             raise UsageError(f"{self.name}: the Track can't end at {location}: {self.largest} exists")
         self.ended = location
-        self._tell(self._status(location, 0, self.priority, ObjectStatus.END_OF_TRACK))
+        entry = self._groups.get(location.group)
+        if entry is not None and entry.end is None:
+            entry.end = location.object
+        self._tell(self._status(location, ObjectStatus.END_OF_TRACK))
 
     def get(self, location: Location) -> StoredObject | None:
         """The Object at `location`, if it exists."""
@@ -179,11 +192,9 @@ class Track:
 
     def starts_subgroup(self, item: StoredObject) -> bool:
         """Whether `item` is the first Object of its Subgroup (moqt 12.2, FIRST_OBJECT)."""
-        entry = self._groups[item.location.group]
-        return next((i for i in entry.ids if entry.objects[i].subgroup == item.subgroup), None) in (
-            None,
-            item.location.object,
-        )
+        entry = self._groups.get(item.location.group)
+        first = entry.subgroups.get(item.subgroup) if entry else None
+        return first is None or first[0] is item
 
     def objects(
         self, start: Location, end: Location, order: GroupOrder = GroupOrder.ASCENDING
@@ -225,6 +236,45 @@ class Track:
             watcher.on_removed(code)
         self._watchers.clear()
 
+    def _check(self, item: StoredObject) -> None:
+        """Raise UsageError unless `item`, at a free Location, may be published now."""
+        location = item.location
+        _check_range(location)
+        if not 0 <= item.subgroup <= MAX_VARINT or not 0 <= item.priority <= MAX_PRIORITY:
+            raise UsageError(
+                f"{self.name}: no Subgroup ID or priority: {item.subgroup}, {item.priority} at {location}"
+            )
+        if item.properties:
+            try:
+                check_object_properties(decode_properties(item.properties))
+            except (ProtocolError, MalformedTrack) as error:
+                raise UsageError(f"{self.name}: the properties at {location} are no good: {error}") from None
+        if self.ended is not None and location >= self.ended:
+            raise UsageError(
+                f"{self.name}: the Track ended at {self.ended}, so nothing can be published at {location}"
+            )
+        entry = self._groups.get(location.group)
+        if entry is None:
+            return
+        if entry.end is not None:
+            raise UsageError(
+                f"{self.name}: group {location.group} ended before object {entry.end}, "
+                f"so object {location.object} can't be published"
+            )
+        last = entry.subgroups.get(item.subgroup)
+        if last is None:
+            if self.one_subgroup and entry.subgroups:
+                raise UsageError(
+                    f"{self.name}: all Objects of group {location.group} must be in one Subgroup"
+                )
+        elif last[1].location > location:
+            raise UsageError(
+                f"{self.name}: {location} comes after {last[1].location}: "
+                "inside a Subgroup, Objects are published in ascending order"
+            )
+        elif last[1].priority != item.priority:
+            raise UsageError(f"{self.name}: all Objects of a Subgroup have one priority; see {location}")
+
     def _group(self, group: int) -> _Group:
         entry = self._groups.get(group)
         if entry is None:
@@ -232,12 +282,21 @@ class Track:
             insort(self._group_ids, group)
         return entry
 
-    def _status(self, location: Location, subgroup: int, priority: int, status: ObjectStatus) -> StoredObject:
+    def _status(self, location: Location, status: ObjectStatus) -> StoredObject:
+        """A status Object, which goes with the last Object of its Group, if there is one."""
+        entry = self._groups.get(location.group)
+        last = entry.objects[entry.ids[-1]] if entry and entry.ids else None
+        subgroup, priority = (last.subgroup, last.priority) if last else (0, self.priority)
         return StoredObject(location, (), 0, subgroup, priority, b"", status)
 
     def _tell(self, item: StoredObject) -> None:
         for watcher in list(self._watchers):
             watcher.on_object(item)
+
+
+def _check_range(location: Location) -> None:
+    if not 0 <= location.group <= MAX_VARINT or not 0 <= location.object <= MAX_VARINT:
+        raise UsageError(f"a Group ID or Object ID is outside 0 … 2^64-1: {location}")
 
 
 def _content(item: StoredObject) -> tuple[bytes, int, int, bytes]:

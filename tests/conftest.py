@@ -1,6 +1,6 @@
 """What every test may ask for: the virtual clock, certificates, and a check that nothing is left running.
 
-- `@pytest.mark.virtual` on a test or a class, or as `pytestmark` of a module, runs async tests on `VirtualLoop`.
+- `@pytest.mark.virtual` on a test or a class, or as `pytestmark` of a module, runs them on `VirtualLoop`.
 - `certificates` is a CA and a server certificate for localhost, 127.0.0.1 and ::1.
 - After each async test no task may be left; a test that leaves one fails.
 """
@@ -60,7 +60,7 @@ def leak_check(request: pytest.FixtureRequest) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """PEM files. `chain` and `key` are the server's, signed by `ca`, as the expired pair is; `other_ca` signed
+    """PEM files. `chain` and `key` are the server's, signed by `ca`; so is the expired pair; `other_ca` signed
     nothing.
     """
 

@@ -22,8 +22,8 @@ INTERNAL_ERROR = 0x1
 """Application code when a callback of the layer above raised (SessionCode.INTERNAL_ERROR of moqt 17.1)."""
 
 CONTROL_RESERVE = 64 * 1024
-"""Bytes of the peer's connection window that `Connection.credit` hides, so that feeders leave them to
-`write`.
+"""Bytes of the peer's connection window (an eighth of a small one) that `Connection.credit` hides, so that
+feeders leave them to `write`.
 
 Data streams that the peer's application does not read then never keep control and request streams from moving
 (moqt 3.1).
@@ -100,10 +100,10 @@ class BaseStream(Stream):
         while True:
             if self._connection.closed_by_us:
                 self._connection.check_open()
-            if self._reset_code is not None:
-                raise StreamReset(self._reset_code)
             if self.reading_stopped:
                 raise UsageError(f"reading of stream {self.id} was stopped")
+            if self._reset_code is not None:
+                raise StreamReset(self._reset_code)
             if self._chunks:
                 data = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
                 self._chunks.clear()
@@ -258,6 +258,7 @@ class BaseConnection(Connection, Generic[StreamT]):
         self.closed: ConnectionClosed | None = None
         self.options = options
         self.room = Signal()
+        self.reserve = CONTROL_RESERVE
         self._loop = asyncio.get_running_loop()
         self._streams: dict[int, StreamT] = {}
         self._incoming: deque[StreamT] = deque()
@@ -280,7 +281,7 @@ class BaseConnection(Connection, Generic[StreamT]):
 
     @property
     def credit(self) -> int:
-        return max(0, self.full_credit - CONTROL_RESERVE)
+        return max(0, self.full_credit - self.reserve)
 
     def open(self, *, bidirectional: bool) -> StreamT:
         self.check_open()

@@ -305,6 +305,7 @@ class AioquicConnection(BaseConnection[AioquicStream]):
                 case events.HandshakeCompleted(alpn_protocol=alpn):
                     self.alpn = alpn or ""
                     self.ready = True
+                    self.reserve = min(self.reserve, engine.credit // 8)
                     if self._handshake is not None:
                         self._handshake.cancel()
                     if not self.settled.done():
@@ -373,7 +374,8 @@ class AioquicConnection(BaseConnection[AioquicStream]):
         if when is not None and when > now:
             self._timer = self._loop.call_at(when, self._timer_fired)
         else:
-            self.engine.handle_timer(now)
+            # A little late: aioquic compares sums of floats that differ from its own timer in the last bit.
+            self.engine.handle_timer(now + 1e-6)
             self.transport_pass()
 
     def _keep_alive(self) -> None:

@@ -1,11 +1,11 @@
 """aioquic's sans-IO connection with our flow control, stream limits and sending order.
 
-EVERY use of a private attribute of aioquic stands in this module; so pyproject.toml pins aioquic < 1.8.
+EVERY use of a private attribute of aioquic stands here or in `moqt.quic.sending`; aioquic is pinned < 1.8.
 What differs from the `QuicConnection` that we derive from:
 
 - receive windows move when the application has read, where aioquic doubles them whenever data arrives;
 - stream limits are options, and their credit returns when the application is done with a stream;
-- streams are served in the order in which they got data, control and request streams first; aioquic takes
+- bytes leave in the order in which they were handed over, control and request streams first; aioquic takes
   turns, and goes round all live streams for each packet;
 - packets that carry nothing but stream data are built and read here: aioquic's general code takes three times
   as long for them (spec/quic.md, "py-spy shares"). Whatever is not such a packet goes the way of aioquic.
@@ -14,13 +14,11 @@ What differs from the `QuicConnection` that we derive from:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Final, Protocol
 
 from aioquic import tls
 from aioquic._buffer import Buffer as QuicBuffer
 from aioquic._crypto import CryptoError
-from aioquic.buffer import encode_uint_var
 from aioquic.quic.configuration import QuicConfiguration
 from aioquic.quic.connection import (
     MAX_STREAM_DATA_FRAME_CAPACITY,
@@ -34,16 +32,27 @@ from aioquic.quic.events import ConnectionTerminated, StreamReset
 from aioquic.quic.packet import (
     QuicErrorCode,
     QuicFrameType,
-    QuicPacketType,
     QuicStreamFrame,
     decode_packet_number,
 )
-from aioquic.quic.packet_builder import QuicDeliveryState, QuicPacketBuilder, QuicSentPacket
+from aioquic.quic.packet_builder import QuicDeliveryState, QuicPacketBuilder
 from aioquic.quic.recovery import MAX_ACK_RANGES, QuicPacketSpace
-from aioquic.quic.stream import FinalSizeError, QuicStream, QuicStreamSender, StreamFinishedError
+from aioquic.quic.stream import FinalSizeError, QuicStream, StreamFinishedError
 
 from moqt.quic.api import Buffer, QuicOptions
 from moqt.quic.base import worth_telling
+from moqt.quic.sending import (
+    STREAM,
+    STREAM_FIN,
+    STREAM_LENGTH,
+    STREAM_OFFSET,
+    DataPacket,
+    Handlers,
+    OrderedSender,
+    Pacer,
+    SendQueue,
+    StreamState,
+)
 
 __all__ = ["Engine", "StreamState"]
 
@@ -51,23 +60,11 @@ NetworkAddress = tuple[str, int] | tuple[str, int, int, int]
 
 AEAD_TAG: Final = 16
 ONE_RTT: Final = tls.Epoch.ONE_RTT
-STREAM: Final = 0x08
-STREAM_FIN: Final = 0x01
-STREAM_LENGTH: Final = 0x02
-STREAM_OFFSET: Final = 0x04
-
 KEY_UPDATE_PACKETS: Final = 1 << 22
 """Packets sent under one key, about 6 GB: half of what AES-GCM allows (RFC 9001 6.6). aioquic sets none."""
 
 # aioquic tells of TLS failures by a warning on stderr; they reach our callers as exceptions.
 logging.getLogger("quic").addHandler(logging.NullHandler())
-
-
-class Sink(Protocol):
-    """Where what a stream brings goes."""
-
-    def received(self, data: bytes, fin: bool) -> None: ...
-    def received_reset(self, code: int) -> None: ...
 
 
 class Owner(Protocol):
@@ -78,121 +75,6 @@ class Owner(Protocol):
 
     def stream_done(self, stream_id: int) -> None:
         """A stream is over in both directions; what was received may be unread."""
-
-
-class StreamState:
-    """What the engine keeps of one stream that the application knows."""
-
-    __slots__ = ("consumed", "done", "prefix", "quic", "released", "sink", "urgent")
-
-    def __init__(self, quic: QuicStream, stream_id: int) -> None:
-        self.quic = quic
-        self.sink: Sink | None = None
-        self.consumed = 0
-        self.released = False
-        self.done = False
-        self.urgent = False
-        self.prefix = encode_uint_var(stream_id)
-
-    @property
-    def credit(self) -> int:
-        """Bytes that the stream's flow control allows beyond all handed over."""
-        return max(0, self.quic.max_stream_data_remote - self.quic.sender._buffer_stop)
-
-    @property
-    def unsent(self) -> int:
-        """Bytes handed over and not yet in a packet; 0 after a reset."""
-        sender = self.quic.sender
-        return 0 if sender._reset_error_code is not None else sender._buffer_stop - sender.highest_offset
-
-
-class OrderedSender(QuicStreamSender):
-    """A sending half that is quick in the usual case: bytes leave and are acknowledged in order.
-
-    Fresh bytes are those from `highest_offset` to `_buffer_stop`; `_pending` holds lost ranges only.
-    """
-
-    def write(self, data: Buffer, end_stream: bool = False) -> None:
-        if self._buffer_fin is not None or self._reset_error_code is not None:
-            raise RuntimeError("the sending side has ended")
-        if len(data):
-            self._buffer += data
-            self._buffer_stop += len(data)
-            self.buffer_is_empty = False
-        if end_stream:
-            self._buffer_fin = self._buffer_stop
-            self._pending_eof = True
-            self.buffer_is_empty = False
-
-    @property
-    def next_offset(self) -> int:
-        return self._pending[0].start if len(self._pending) else self.highest_offset
-
-    def take(self, size: int, max_offset: int) -> tuple[int, bytes, bool] | None:
-        """The next frame of at most `size` bytes, as (offset, data, fin); None if nothing may be sent."""
-        if len(self._pending):
-            start, stop = self._pending[0].start, self._pending[0].stop
-            if stop > start + size:
-                stop = start + size
-            if stop <= start:
-                return None
-            self._pending.subtract(start, stop)
-        else:
-            start = self.highest_offset
-            stop = min(self._buffer_stop, start + size, max_offset)
-            if stop > start:
-                self.highest_offset = stop
-            elif not (self._pending_eof and start == self._buffer_fin):
-                return None
-            else:
-                stop = start
-        fin = stop == self._buffer_fin
-        if fin:
-            self._pending_eof = False
-        if self.highest_offset == self._buffer_stop and not self._pending_eof and not len(self._pending):
-            self.buffer_is_empty = True
-        first = start - self._buffer_start
-        return start, bytes(self._buffer[first : first + stop - start]), fin
-
-    def on_data_delivery(self, delivery: QuicDeliveryState, start: int, stop: int, fin: bool) -> None:
-        if (
-            delivery is QuicDeliveryState.ACKED
-            and start == self._buffer_start
-            and not fin
-            and self._reset_error_code is None
-            and not len(self._acked)
-        ):
-            self._buffer_start = stop
-            del self._buffer[: stop - start]
-        else:
-            super().on_data_delivery(delivery, start, stop, fin)
-
-    def reset(self, error_code: int) -> None:
-        super().reset(error_code)
-        if self._reset_error_code is not None:
-            self._buffer.clear()
-
-
-class DataPacket(QuicSentPacket):
-    """A sent 1-RTT packet, made without the cost of a dataclass with factories."""
-
-    def __init__(
-        self,
-        packet_number: int,
-        sent_bytes: int,
-        delivery_handlers: list[tuple[Callable[..., None], tuple[object, ...]]],
-        quic_logger_frames: list[dict[str, object]],
-    ) -> None:
-        self.epoch = ONE_RTT
-        self.in_flight = True
-        self.is_ack_eliciting = True
-        self.is_crypto_packet = False
-        self.packet_number = packet_number
-        self.packet_type = QuicPacketType.ONE_RTT
-        self.sent_time = None
-        self.sent_bytes = sent_bytes
-        self.delivery_handlers = delivery_handlers
-        self.quic_logger_frames = quic_logger_frames
 
 
 class Engine(QuicConnection):
@@ -220,19 +102,15 @@ class Engine(QuicConnection):
             (self._local_max_streams_uni, options.max_uni_streams),
         ):
             limit.value = limit.sent = streams
+        self._loss._pacer = Pacer(max_datagram_size=self._max_datagram_size)
         self.unsent = 0
         self._owner = owner
         self._window = options.max_data
         self._stream_window = options.max_stream_data
         self._consumed = 0
         self._states: dict[int, StreamState] = {}
-        # Streams with something to send, in the order in which they are served: control and request streams,
-        # those that lost something, all others.
-        self._urgent: dict[int, StreamState] = {}
-        self._again: dict[int, StreamState] = {}
-        self._fresh: dict[int, StreamState] = {}
-        # Those that wait for MAX_STREAM_DATA, and those with a reset or STOP_SENDING that is not settled yet.
-        self._throttled: dict[int, StreamState] = {}
+        self._queue = SendQueue()
+        # Streams with a reset or STOP_SENDING that is not settled yet.
         self._aborting: dict[int, QuicStream] = {}
         self._key_update_at = KEY_UPDATE_PACKETS
 
@@ -306,7 +184,7 @@ class Engine(QuicConnection):
         assert isinstance(sender, OrderedSender)
         sender.write(data, end_stream=fin)
         self.unsent += len(data)
-        self._queue(stream_id, state)
+        self._queue.add(stream_id, state)
 
     def reset(self, stream_id: int, state: StreamState, code: int) -> None:
         """Abort our sending side, unless everything was acknowledged."""
@@ -351,8 +229,7 @@ class Engine(QuicConnection):
         if stream is None or not stream.is_finished:
             return
         del self._streams[stream_id]
-        for queue in (self._urgent, self._again, self._fresh, self._throttled):
-            queue.pop(stream_id, None)
+        self._queue.drop(stream_id)
         self._aborting.pop(stream_id, None)
         state = self._states.pop(stream_id, None)
         if state is not None:
@@ -424,15 +301,6 @@ class Engine(QuicConnection):
 
     # Sending.
 
-    def _queue(self, stream_id: int, state: StreamState) -> None:
-        if stream_id in self._throttled:
-            return
-        if state.urgent:
-            self._urgent[stream_id] = state
-            self._fresh.pop(stream_id, None)
-        else:
-            self._fresh[stream_id] = state
-
     def _handle_max_stream_data_frame(
         self, context: QuicReceiveContext, frame_type: int, buf: QuicBuffer
     ) -> None:
@@ -440,9 +308,10 @@ class Engine(QuicConnection):
         stream_id = buf.pull_uint_var()
         buf.seek(start)
         super()._handle_max_stream_data_frame(context, frame_type, buf)
-        state = self._throttled.pop(stream_id, None)
-        if state is not None:
-            self._queue(stream_id, state)
+        state = self._states.get(stream_id)
+        if state is not None and state.throttled:
+            state.throttled = False
+            self._queue.add(stream_id, state)
 
     def _on_stream_delivery(
         self,
@@ -458,12 +327,11 @@ class Engine(QuicConnection):
         if sender.is_finished:
             self.check_done(stream_id)
         elif delivery is QuicDeliveryState.LOST and not sender.buffer_is_empty:
-            self._again[stream_id] = state
+            self._queue.again[stream_id] = state
 
     def _aborted(self, stream_id: int, stream: QuicStream) -> None:
         self._aborting[stream_id] = stream
-        for queue in (self._urgent, self._again, self._fresh, self._throttled):
-            queue.pop(stream_id, None)
+        self._queue.drop(stream_id)
 
     def _handle_stop_sending_frame(
         self, context: QuicReceiveContext, frame_type: int, buf: QuicBuffer
@@ -503,8 +371,7 @@ class Engine(QuicConnection):
 
     def _write_data_packets(self, builder: QuicPacketBuilder, now: float) -> None:
         """Fill packets with stream data, as many as congestion window and pacing allow."""
-        queues = [queue for queue in (self._urgent, self._again, self._fresh) if queue]
-        if not queues:
+        if self._queue.empty:
             return
         if builder._packet is not None:
             builder._end_packet()
@@ -527,19 +394,25 @@ class Engine(QuicConnection):
             self._pacing_at = pacer.next_send_time(now=now)
             if self._pacing_at is not None:
                 return
-            frames: list[bytes] = []
-            handlers: list[tuple[Callable[..., None], tuple[object, ...]]] = []
-            log: list[dict[str, object]] = []
-            room = size - overhead
-            for queue in queues:
-                room = self._take_frames(queue, room, frames, handlers, log)
-            if not frames:
+            filling = self._queue.fill(size - overhead, self._remote_max_data - self._remote_max_data_used)
+            if not filling.frames:
                 return
+            self._remote_max_data_used += filling.fresh
+            self.unsent -= filling.fresh
+            handlers: Handlers = [
+                (self._on_stream_delivery, (stream_id, state, offset, offset + len(data), fin))
+                for stream_id, state, offset, data, fin in filling.frames
+            ]
+            log: list[dict[str, object]] = []
+            if self._quic_logger is not None:
+                for stream_id, _, offset, data, fin in filling.frames:
+                    frame = QuicStreamFrame(data=data, fin=fin, offset=offset)
+                    log.append(self._quic_logger.encode_stream_frame(frame, stream_id=stream_id))
             number = builder._packet_number
             if number >= self._key_update_at:
                 self._key_update_at = number + KEY_UPDATE_PACKETS
                 self.request_key_update()
-            payload = b"".join(frames)
+            payload = b"".join(filling.pieces)
             if len(payload) < 4:
                 payload += bytes(4 - len(payload))
             header = bytes((flags | crypto.key_phase << 2,)) + cid + (number & 0xFFFF).to_bytes(2, "big")
@@ -550,52 +423,6 @@ class Engine(QuicConnection):
             builder._flight_bytes += len(datagram)
             builder._total_bytes += len(datagram)
             pacer.update_after_send(now=now)
-
-    def _take_frames(
-        self,
-        queue: dict[int, StreamState],
-        room: int,
-        frames: list[bytes],
-        handlers: list[tuple[Callable[..., None], tuple[object, ...]]],
-        log: list[dict[str, object]],
-    ) -> int:
-        """Move frames from the streams of one queue into a packet. Returns the room that is left."""
-        for stream_id, state in list(queue.items()):
-            stream = state.quic
-            sender = stream.sender
-            assert isinstance(sender, OrderedSender)
-            highest = sender.highest_offset
-            offset = sender.next_offset
-            position = encode_uint_var(offset) if offset else b""
-            size = room - 3 - len(state.prefix) - len(position)
-            if size < 1:
-                return room
-            credit = self._remote_max_data - self._remote_max_data_used
-            taken = sender.take(size, min(stream.max_stream_data_remote, highest + credit))
-            if taken is None:
-                if sender.buffer_is_empty:
-                    del queue[stream_id]
-                elif highest >= stream.max_stream_data_remote:
-                    del queue[stream_id]
-                    self._throttled[stream_id] = state
-                continue
-            offset, data, fin = taken
-            fresh = sender.highest_offset - highest
-            self._remote_max_data_used += fresh
-            self.unsent -= fresh
-            kind = STREAM | STREAM_LENGTH | (STREAM_OFFSET if offset else 0) | fin
-            frames += (
-                bytes((kind,)) + state.prefix + position + (len(data) | 0x4000).to_bytes(2, "big"),
-                data,
-            )
-            handlers.append((self._on_stream_delivery, (stream_id, state, offset, offset + len(data), fin)))
-            if self._quic_logger is not None:
-                frame = QuicStreamFrame(data=data, fin=fin, offset=offset)
-                log.append(self._quic_logger.encode_stream_frame(frame, stream_id=stream_id))
-            if sender.buffer_is_empty:
-                del queue[stream_id]
-            room = size - len(data)
-        return room
 
     # Receiving.
 

@@ -13,6 +13,7 @@ import asyncio
 import heapq
 import itertools
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -114,7 +115,7 @@ class MemoryConnection(BaseConnection[MemoryStream]):
         self._in_flight = 0
         self._peer_limit = 0
         self._urgent: dict[int, MemoryStream] = {}
-        self._ready: dict[int, MemoryStream] = {}
+        self._in_line: deque[tuple[MemoryStream, int]] = deque()
         self._opened = {True: 0, False: 0}
         self._peer_streams = {True: 0, False: 0}
         self._pongs: dict[int, Signal] = {}
@@ -132,6 +133,7 @@ class MemoryConnection(BaseConnection[MemoryStream]):
         """Take the peer's transport parameters, as the handshake does."""
         self.peer_end = peer_end
         self._peer_limit = peer_end.options.max_data
+        self.reserve = min(self.reserve, self._peer_limit // 8)
         self._peer_streams = dict(peer_end._stream_limit)
 
     # Connection.
@@ -199,9 +201,7 @@ class MemoryConnection(BaseConnection[MemoryStream]):
         stream.fin_waiting = fin
         self._unsent += len(data)
         self.stats.peak_unsent = max(self.stats.peak_unsent, self._unsent)
-        (self._urgent if stream.urgent else self._ready)[stream.id] = stream
-        if stream.urgent:
-            self._ready.pop(stream.id, None)
+        self._stand_in_line(stream)
 
     def transport_reset(self, stream: BaseStream, code: int) -> None:
         assert isinstance(stream, MemoryStream)
@@ -279,7 +279,10 @@ class MemoryConnection(BaseConnection[MemoryStream]):
     def on_max_stream_data(self, stream_id: int, limit: int) -> None:
         stream = self._find(stream_id)
         if stream is not None:
+            throttled = stream.sent >= stream.peer_limit and stream.waiting
             stream.peer_limit = max(stream.peer_limit, limit)
+            if throttled:
+                self._stand_in_line(stream)
 
     def on_max_streams(self, bidirectional: bool, limit: int) -> None:
         self._peer_streams[bidirectional] = max(self._peer_streams[bidirectional], limit)
@@ -340,26 +343,48 @@ class MemoryConnection(BaseConnection[MemoryStream]):
         self._tell_stream_limit(bidirectional)
         return stream
 
-    def _send_some(self) -> bool:
-        """Send what the congestion window has room for, urgent streams first. Whether anything was sent."""
-        progress = False
-        for queue in (self._urgent, self._ready):
-            for stream in list(queue.values()):
-                while self._in_flight < self._link.window and self._send_piece(stream):
-                    progress = True
-                if not stream.waiting and not stream.fin_waiting:
-                    del queue[stream.id]
-        return progress
+    def _stand_in_line(self, stream: MemoryStream) -> None:
+        if stream.urgent:
+            self._urgent[stream.id] = stream
+        else:
+            self._in_line.append((stream, stream.sent + len(stream.waiting)))
 
-    def _send_piece(self, stream: MemoryStream) -> bool:
+    def _send_some(self) -> bool:
+        """Send what the congestion window has room for: urgent streams, then in the order of handing over.
+
+        Whether anything was sent.
+        """
+        before = self.stats.pieces
+        for stream in list(self._urgent.values()):
+            while self._send_piece(stream, stream.sent + len(stream.waiting)):
+                pass
+            if not stream.waiting and not stream.fin_waiting:
+                del self._urgent[stream.id]
+        while self._in_line:
+            stream, stop = self._in_line[0]
+            if self._send_piece(stream, stop):
+                continue
+            pending = stream.sent < stop if stream.waiting else stream.fin_waiting
+            throttled = stream.waiting and stream.sent >= stream.peer_limit
+            if pending and not throttled:
+                break
+            # All of it is sent, or the stream is throttled: it stands in line again when its credit comes.
+            self._in_line.popleft()
+        return self.stats.pieces > before
+
+    def _send_piece(self, stream: MemoryStream, stop: int) -> bool:
+        """Send some bytes below the offset `stop`. False if nothing can be sent."""
+        if self._in_flight >= self._link.window:
+            return False
         size = min(
             len(stream.waiting),
+            stop - stream.sent,
             self._link.piece_size(),
             stream.peer_limit - stream.sent,
             self._peer_limit - self._sent,
         )
         fin = stream.fin_waiting and size == len(stream.waiting)
-        if not size and not fin:
+        if size <= 0 and not fin:
             return False
         data = bytes(memoryview(stream.waiting)[:size])
         del stream.waiting[:size]
@@ -380,7 +405,6 @@ class MemoryConnection(BaseConnection[MemoryStream]):
         stream.fin_waiting = False
         stream.sending_done = True
         self._urgent.pop(stream.id, None)
-        self._ready.pop(stream.id, None)
 
     def _maybe_done(self, stream: MemoryStream) -> None:
         """Forget a stream that is over on both sides and in the application, and return its credit."""

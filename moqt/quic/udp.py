@@ -123,7 +123,7 @@ async def listen(
 
 
 class Listener:
-    """Accepts connections until it is closed. `addresses` are texts such as [::]:4433, all of the same `port`."""
+    """Accepts connections until it is closed. `addresses` are texts like [::]:4433; all have one `port`."""
 
     def __init__(
         self,

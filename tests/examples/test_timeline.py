@@ -17,21 +17,17 @@ def recorded(*, layers: int = 3, whole: int = 3) -> Timeline:
     """A producer that takes 0.25 s per layer from 100 s on, and a consumer that gets `whole` layers whole
     and half of the next.
     """
-    producer = Timeline(start=100.0, layers=layers)
-    consumer = Timeline()
+    timeline = Timeline(start=100.0, layers=layers)
     for layer in range(layers):
         done = 100.25 + layer / 4
-        producer.note(Step.COMPUTED, layer, done)
+        timeline.note(Step.COMPUTED, layer, done)
         if layer <= whole:
-            consumer.note(Step.ARRIVED, layer, done + 0.0625)
+            timeline.note(Step.ARRIVED, layer, done + 0.0625)
         if layer < whole:
-            consumer.note(Step.ARRIVED, layer, done + 0.125)
-            consumer.note(Step.VERIFIED, layer, done + 0.1875)
-            consumer.note(Step.USED, layer, done + 0.25)
-    consumer.mark("first <token> & more", 101.25)
-    timeline = Timeline()
-    timeline.merge(Timeline.from_json(producer.to_json()))
-    timeline.merge(Timeline.from_json(consumer.to_json()))
+            timeline.note(Step.ARRIVED, layer, done + 0.125)
+            timeline.note(Step.VERIFIED, layer, done + 0.1875)
+            timeline.note(Step.USED, layer, done + 0.25)
+    timeline.mark("first <token> & more", 101.25)
     return timeline
 
 
@@ -51,6 +47,7 @@ def test_a_layer_that_is_not_whole_has_no_lag() -> None:
     assert [len(row.arriving) for row in rows] == [1, 1, 0, 0]
     text = render_text(recorded(layers=4, whole=1))
     assert [line.endswith("not whole") for line in text.splitlines()[1:5]] == [False, True, True, True]
+    assert "not whole" not in render_text(recorded(layers=4, whole=1), live=True)
 
 
 def test_segments_of_chunked_prefill_are_bars_of_their_own() -> None:
@@ -71,14 +68,6 @@ def test_nothing_recorded_is_drawn_too() -> None:
     ElementTree.fromstring(render_svg(Timeline(layers=2), title="nothing"))
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"start": 0, "layers": 1, "events": [["melted", 0, 1]], "marks": []}']
-)
-def test_what_is_no_timeline_is_refused(text: str) -> None:
-    with pytest.raises((ValueError, KeyError, TypeError)):
-        Timeline.from_json(text)
-
-
 @pytest.mark.parametrize("width", [60, 80, 133])
 def test_text_keeps_its_width_and_its_order(width: int) -> None:
     lines = render_text(recorded(), width=width).splitlines()
@@ -88,6 +77,14 @@ def test_text_keeps_its_width_and_its_order(width: int) -> None:
         assert places == sorted(places)
     starts = [line.index("░") for line in lines[1:4]]
     assert starts == sorted(starts)
+
+
+def test_text_on_a_longer_scale_leaves_room_for_what_comes() -> None:
+    def used(span: float) -> int:
+        return render_text(recorded(), span=span).splitlines()[3].index("●")
+
+    assert used(0.0) == used(1.0)  # the scale never cuts anything off
+    assert used(2.5) == pytest.approx(used(0.0) / 2, abs=4)
 
 
 def test_text_is_ascii_where_asked_and_colour_adds_only_colour() -> None:

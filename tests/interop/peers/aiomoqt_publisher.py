@@ -22,7 +22,8 @@ subscription_done {name, streams}; cancelled {name}; fetched {name, start, end, 
 What aiomoqt 0.13.3 can't do here:
 - Its track layer (PublishedTrack) can't join a subscriber inside a Group: it starts at the next one, and the
   Objects between the fill's end and that Group are lost. So the handlers here drive the session themselves.
-- It takes no bind address: it listens on 0.0.0.0 and [::].
+- It takes no bind address: it listens on 0.0.0.0 and [::]. serve() returns before it listens: `ready` waits
+  for an answer on the port.
 - REQUEST_UPDATE of a subscription is refused with NOT_SUPPORTED, which ends it (the session's default).
 - SUBSCRIBE_TRACKS is acknowledged, and no PUBLISH follows.
 - aiomoqt has no call for End of Track: it is written here, as Object 0 of a Group after the last.
@@ -227,6 +228,24 @@ class ServedTrack:
         session._send_reply(request.request_id, reply, fin=True)  # aiomoqt has no public call for this reply
 
 
+async def answering(port: int) -> None:
+    """Returns when a QUIC server answers on `port`: Version Negotiation, to a version that nobody knows."""
+    packet = b"\xc0\x1a\x2a\x3a\x4a" + 2 * (b"\x08" + bytes(8))
+    loop = asyncio.get_running_loop()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.setblocking(False)
+        probe.connect(("127.0.0.1", port))
+        while True:
+            try:
+                probe.send(packet.ljust(1200, b"\x00"))
+                await asyncio.wait_for(loop.sock_recv(probe, 2048), 0.1)
+                return
+            except ConnectionRefusedError:
+                await asyncio.sleep(0.01)
+            except TimeoutError:
+                continue
+
+
 async def main(options: argparse.Namespace) -> int:
     entries = json.loads(options.tracks.read_text())["tracks"]
     tracks = {(track.namespace, track.name): track for track in map(ServedTrack, entries)}
@@ -285,6 +304,7 @@ async def main(options: argparse.Namespace) -> int:
     server.register_handler(D18MessageType.SUBSCRIBE_NAMESPACE, on_subscribe_namespace)
     listener = await server.serve()
     try:
+        await answering(port)
         emit("ready", port=port)
         await asyncio.Event().wait()  # until it is stopped
     finally:

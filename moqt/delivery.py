@@ -1,0 +1,338 @@
+"""What goes out: the Objects of one subscription of the peer, and the bytes of fetch and fill streams (moqt
+6, 7, 10, 12).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moqt.errors import DoneCode, RequestCode, RequestRefused, ResetCode, StreamStopped
+from moqt.filters import (
+    MAX_VARINT,
+    GroupOrder,
+    Location,
+    LocationFilter,
+    RangeFilter,
+    check_range_filters,
+    matches,
+)
+from moqt.quic.api import Buffer
+from moqt.requests import RequestStream
+from moqt.scheduler import Outgoing, Urgency
+from moqt.track import StoredObject, Track, TrackWatcher
+from moqt.wire import (
+    FetchEncoder,
+    ObjectStatus,
+    Parameters,
+    PublishDone,
+    RequestUpdate,
+    SubgroupEncoder,
+    SubgroupHeader,
+    Subscribe,
+    decode_properties,
+)
+
+if TYPE_CHECKING:
+    from moqt.session import Session
+
+__all__ = ["DEFAULT_PRIORITY", "LAST", "Delivery", "fetch_source", "rank"]
+
+DEFAULT_PRIORITY = 128
+LAST = Location(MAX_VARINT, MAX_VARINT)
+
+
+def rank(order: GroupOrder, group: int) -> int:
+    """Where a Group stands among others of the same priorities: lower goes first (moqt 14 step 3)."""
+    return group if order is GroupOrder.ASCENDING else MAX_VARINT - group
+
+
+def fetch_source(
+    request_id: int,
+    order: GroupOrder,
+    items: Iterable[StoredObject],
+    filters: tuple[RangeFilter, ...],
+    urgency: Callable[[StoredObject], Urgency],
+) -> Iterator[tuple[Urgency | None, tuple[Buffer, ...]]]:
+    """The bytes of a fetch or fill stream, Object by Object (moqt 12.4)."""
+    encoder = FetchEncoder(request_id, order)
+    yield None, (encoder.header(),)
+    for item in items:
+        if _passes(item, filters):
+            header = encoder.object(
+                item.location,
+                item.size,
+                subgroup=item.subgroup,
+                priority=item.priority,
+                properties=item.properties,
+            )
+            yield urgency(item), (header, *item.payload)
+
+
+def _passes(item: StoredObject, filters: tuple[RangeFilter, ...]) -> bool:
+    return not filters or matches(
+        filters,
+        subgroup=item.subgroup,
+        object_id=item.location.object,
+        priority=item.priority,
+        properties=decode_properties(item.properties),
+    )
+
+
+@dataclass(slots=True)
+class _Subgroup:
+    """A subgroup stream that is open. `version` is that of the filters when it was opened."""
+
+    outgoing: Outgoing
+    encoder: SubgroupEncoder
+    version: int
+
+
+class Delivery(TrackWatcher):
+    """One subscription of the peer to a Track of ours, from SUBSCRIBE to PUBLISH_DONE.
+
+    `over` is set when nothing more is sent. Each Subgroup has one stream; `stream_count` is how many streams,
+    fills included, the peer has got to see and that have ended.
+    """
+
+    def __init__(
+        self, session: Session, stream: RequestStream, message: Subscribe, track: Track, alias: int
+    ) -> None:
+        parameters = message.parameters
+        self.session = session
+        self.request = stream
+        self.track = track
+        self.alias = alias
+        self.stream_count = 0
+        self.over = asyncio.Event()
+        self._scheduler = session.scheduler
+        self._forward = parameters.forward is not False
+        self._priority = _or_default(parameters.subscriber_priority, DEFAULT_PRIORITY)
+        self._order = parameters.group_order or track.order
+        self._range_filters = parameters.range_filters
+        self._filter = LocationFilter.none()
+        self._start, self._end = Location(0, 0), LAST
+        self._select(parameters.location_filter or self._filter)
+        self._version = 0
+        self._subgroups: dict[tuple[int, int], _Subgroup] = {}
+        self._fills: set[Outgoing] = set()
+        self._sending: set[Outgoing] = set()
+        self._refused: set[tuple[int, int]] = set()
+        self._drained = asyncio.Event()
+        self._ending: DoneCode | None = None
+        self._finisher: asyncio.Task[None] | None = None
+
+    # What the Track tells.
+
+    def on_object(self, item: StoredObject) -> None:
+        """Send what the peer has asked for."""
+        group = item.location.group
+        key = (group, item.subgroup)
+        wanted = self._start <= item.location <= self._end and _passes(item, self._range_filters)
+        if wanted and self._forward and key not in self._refused:
+            self._send(key, item)
+        elif (
+            item.status is ObjectStatus.NORMAL
+            and key in self._subgroups
+            and (not self._forward or self._subgroups[key].version != self._version)
+        ):
+            # moqt 12.6: a stream from which an Object was left out by a pause, or by a range that was
+            # narrowed, must not end with FIN.
+            self._reset(key, ResetCode.CANCELLED)
+        if item.status is not ObjectStatus.NORMAL:
+            self._end_group(group)
+
+    def on_removed(self, code: DoneCode) -> None:
+        """End the subscription with PUBLISH_DONE `code`, once its streams are closed."""
+        if self._ending is None and not self.over.is_set():
+            self._ending = code
+            self._finisher = self.session.spawn(self._finish(code), "PUBLISH_DONE")
+
+    def _send(self, key: tuple[int, int], item: StoredObject) -> None:
+        subgroup = self._subgroups.get(key) or self._open(key, item)
+        header = subgroup.encoder.object(
+            item.location.object, item.size, status=item.status, properties=item.properties
+        )
+        self._scheduler.push(subgroup.outgoing, header, *item.payload)
+
+    def _open(self, key: tuple[int, int], item: StoredObject) -> _Subgroup:
+        header = SubgroupHeader(
+            self.alias,
+            item.location.group,
+            item.subgroup,
+            item.priority,
+            end_of_group=self._holds_group_end(item),
+            first_object=self.track.starts_subgroup(item),
+            has_properties=True,
+        )
+        outgoing = Outgoing(
+            (self._priority, item.priority, rank(self._order, item.location.group), 1),
+            on_end=lambda code: self._subgroup_ended(key, outgoing, code),
+        )
+        subgroup = self._subgroups[key] = _Subgroup(outgoing, SubgroupEncoder(header), self._version)
+        self._sending.add(outgoing)
+        self._scheduler.push(outgoing, subgroup.encoder.header())
+        return subgroup
+
+    def _holds_group_end(self, item: StoredObject) -> bool:
+        """Whether the stream of this Group, if it ends with FIN, ends with the Group's last Object (moqt
+        12.2).
+        """
+        return (
+            self.track.one_subgroup
+            and not self._range_filters
+            and self._end >= Location(item.location.group, MAX_VARINT)
+            and item.status is not ObjectStatus.END_OF_TRACK
+        )
+
+    def _end_group(self, group: int) -> None:
+        for key, subgroup in list(self._subgroups.items()):
+            if key[0] == group:
+                self._scheduler.push(subgroup.outgoing, fin=True)
+
+    def _subgroup_ended(self, key: tuple[int, int], outgoing: Outgoing, code: int | None) -> None:
+        current = self._subgroups.get(key)
+        if current is not None and current.outgoing is outgoing:
+            del self._subgroups[key]
+            if code is not None:  # By the peer: a stream that we reset is no longer among ours.
+                self._refused.add(key)  # moqt 12.6: a Subgroup that the peer stopped is not opened again.
+        self._ended(outgoing)
+
+    def _ended(self, outgoing: Outgoing) -> None:
+        self._sending.discard(outgoing)
+        self._fills.discard(outgoing)
+        self.stream_count += outgoing.opened
+        if not self._sending:
+            self._drained.set()
+
+    def _reset(self, key: tuple[int, int], code: ResetCode) -> None:
+        current = self._subgroups.pop(key, None)
+        if current is not None:
+            self._scheduler.reset(current.outgoing, code)
+
+    # What the peer asks.
+
+    def _select(self, location_filter: LocationFilter) -> None:
+        self._filter = location_filter
+        self._start = location_filter.start(self.track.largest)
+        self._end = location_filter.end or LAST
+
+    def fill(self, request_id: int, parameters: Parameters) -> None:
+        """Open the fill stream that a SUBSCRIBE or REQUEST_UPDATE asks for, if there is anything in its range
+        (moqt 7.2).
+        """
+        largest = self.track.largest
+        if not self._forward or largest is None:
+            return
+        location_filter = parameters.location_filter or self._filter
+        start = location_filter.start(largest)
+        end = min(location_filter.end or LAST, largest)
+        if start > end:
+            return
+        order = parameters.group_order or self._order
+        priority = _or_default(parameters.subscriber_priority, self._priority)
+
+        def urgency(item: StoredObject) -> Urgency:
+            # moqt 14 step 3: a fill in the other order yields to the subscription; step 4: in one Group the
+            # fill goes first.
+            place = rank(order, item.location.group) if order is self._order else MAX_VARINT + 1
+            return priority, item.priority, place, 0
+
+        source = fetch_source(
+            request_id,
+            order,
+            self.track.objects(start, end, order),
+            _merged(self._range_filters, parameters.range_filters),
+            urgency,
+        )
+        outgoing = Outgoing((priority, 0, 0, 0), source=source, on_end=lambda _code: self._ended(outgoing))
+        self._fills.add(outgoing)
+        self._sending.add(outgoing)
+        self._scheduler.start(outgoing)
+
+    def update(self, message: RequestUpdate) -> None:
+        """Apply a REQUEST_UPDATE, wholly or, raising RequestRefused, not at all (moqt 6.2, 9)."""
+        parameters = message.parameters
+        range_filters = _merged(self._range_filters, parameters.range_filters)
+        limits = self.session.limits
+        check_range_filters(parameters.range_filters, limit=limits.max_filter_ranges)
+        check_range_filters(range_filters, limit=limits.max_filter_ranges)
+        if parameters.fill is not None:
+            check_range_filters(parameters.fill.range_filters, limit=limits.max_filter_ranges)
+            if len(self._fills) >= limits.max_fills:
+                raise RequestRefused(
+                    RequestCode.EXCESSIVE_LOAD, f"{limits.max_fills} fills of this subscription are running"
+                )
+        self._version += 1
+        self._range_filters = range_filters
+        if parameters.location_filter is not None:
+            self._select(parameters.location_filter)
+            for key in [key for key in self._subgroups if not self._start.group <= key[0] <= self._end.group]:
+                self._reset(key, ResetCode.CANCELLED)
+        if parameters.forward is not None:
+            if parameters.forward and not self._forward:
+                self._refused.clear()  # moqt 12.6: resuming may open stopped Subgroups again.
+            self._forward = parameters.forward
+        if parameters.subscriber_priority is not None:
+            self._priority = parameters.subscriber_priority
+            for outgoing in self._sending - self._fills:
+                self._scheduler.reprioritise(outgoing, (self._priority, *outgoing.urgency[1:]))
+        if parameters.fill is not None:
+            self.fill(message.request_id, parameters.fill)
+
+    def cancel(self) -> None:
+        """The subscription is over: nothing more is sent, and all its streams are reset (moqt 3.4)."""
+        self.track.unwatch(self)
+        self._subgroups.clear()
+        for outgoing in list(self._sending):
+            self._scheduler.reset(outgoing, ResetCode.CANCELLED)
+        if self._finisher is not None:
+            self._finisher.cancel()
+        self.over.set()
+
+    async def _finish(self, code: DoneCode) -> None:
+        """Send PUBLISH_DONE when all streams of the subscription are closed (moqt 4.2)."""
+        self.track.unwatch(self)
+        try:
+            if code is DoneCode.TRACK_ENDED:
+                # Nothing more comes, so what was written is the whole of each Subgroup.
+                for subgroup in list(self._subgroups.values()):
+                    self._scheduler.push(subgroup.outgoing, fin=True)
+            elif self._subgroups:
+                await self._break_off(code)
+            while self._sending:
+                self._drained.clear()
+                await self._drained.wait()
+            await self.request.send(PublishDone(code, self.stream_count, ""), fin=True)
+        except StreamStopped:
+            self.request.cancel()  # The subscriber has left meanwhile.
+        finally:
+            self.over.set()
+
+    async def _break_off(self, code: DoneCode) -> None:
+        """Reset the streams of Groups that have not ended, but let what was published before leave: a reset
+        drops what was not sent, and what the peer has not read.
+        """
+        await self._scheduler.drain([subgroup.outgoing for subgroup in self._subgroups.values()])
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.session.limits.linger):
+                await self._scheduler.flush()
+                await self.session.connection.ping()
+        reset = ResetCode[code.name] if code.name in ResetCode.__members__ else ResetCode.CANCELLED
+        for key in list(self._subgroups):
+            self._reset(key, reset)
+
+
+def _merged(old: tuple[RangeFilter, ...], new: tuple[RangeFilter, ...]) -> tuple[RangeFilter, ...]:
+    """Range filters after an update: each kind that is given replaces all of its kind (moqt 8)."""
+    kinds = {known.kind for known in new}
+    return tuple(known for known in old if known.kind not in kinds) + tuple(
+        known for known in new if not known.removes
+    )
+
+
+def _or_default(value: int | None, default: int) -> int:
+    return default if value is None else value

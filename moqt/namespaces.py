@@ -1,0 +1,295 @@
+"""Namespaces, from both sides: who has Tracks under which prefix (moqt 11)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moqt.asking import OwnRequest
+from moqt.errors import (
+    ConnectionLost,
+    MoqtError,
+    ProtocolError,
+    RequestCode,
+    RequestRefused,
+    ResetCode,
+    SessionClosed,
+    SessionCode,
+    StreamReset,
+)
+from moqt.names import TrackNamespace, check_namespace, format_namespace, is_prefix
+from moqt.requests import RequestStream
+from moqt.wire import (
+    Message,
+    Namespace,
+    NamespaceDone,
+    PublishNamespace,
+    RequestOk,
+    RequestUpdate,
+    SubscribeNamespace,
+)
+
+if TYPE_CHECKING:
+    from moqt.session import Session
+
+__all__ = [
+    "Announcement",
+    "NamespaceEvent",
+    "NamespaceWatch",
+    "announce",
+    "serve_namespaces",
+    "take_namespace",
+]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceEvent:
+    """A full namespace appeared (`present`) or went."""
+
+    namespace: TrackNamespace
+    present: bool
+
+
+class NamespaceWatch(OwnRequest):
+    """A SUBSCRIBE_NAMESPACE: `async for` gives a NamespaceEvent for each namespace that comes or goes, until
+    it breaks.
+
+    `namespaces` are those that are here now. A namespace that came and went before anybody looked makes no
+    event.
+    """
+
+    def __init__(self, session: Session, stream: RequestStream, prefix: TrackNamespace) -> None:
+        super().__init__(session, stream)
+        self.prefix = prefix
+        self.namespaces: dict[TrackNamespace, None] = {}
+        self._events: dict[TrackNamespace, bool] = {}
+        self._wake = asyncio.Event()
+        self._closed = False
+
+    async def __aenter__(self) -> NamespaceWatch:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def __aiter__(self) -> AsyncIterator[NamespaceEvent]:
+        return self
+
+    async def __anext__(self) -> NamespaceEvent:
+        while not self._events:
+            if self._closed:
+                raise StopAsyncIteration
+            if self._error is not None:
+                raise self._error
+            self._wake.clear()
+            await self._wake.wait()
+        namespace = next(iter(self._events))
+        return NamespaceEvent(namespace, self._events.pop(namespace))
+
+    async def close(self) -> None:
+        """End the watch. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._events.clear()
+            self._wake.set()
+            self.session.forget(self)
+            self.request.cancel()
+
+    def fail(self, error: Exception) -> None:
+        """End the iteration with `error`, after the events that came before."""
+        super().fail(error)
+        self._wake.set()
+
+    def _on_message(self, message: Message) -> None:
+        if isinstance(message, (Namespace, NamespaceDone)):
+            self._note((*self.prefix, *message.suffix), isinstance(message, Namespace))
+
+    def _on_fin(self) -> None:
+        # moqt 11: with it all its namespaces are gone; it was no end of ours.
+        self._broken(StreamReset(ResetCode.CANCELLED))
+
+    def _note(self, namespace: TrackNamespace, present: bool) -> None:
+        try:
+            check_namespace(namespace)
+        except ValueError as error:
+            raise ProtocolError(SessionCode.PROTOCOL_VIOLATION, str(error)) from None
+        known = namespace in self.namespaces
+        if present and known:
+            return
+        if not present and not known:  # moqt 20 #20
+            raise ProtocolError(SessionCode.PROTOCOL_VIOLATION, "NAMESPACE_DONE without its NAMESPACE")
+        if present:
+            self.namespaces[namespace] = None
+        else:
+            del self.namespaces[namespace]
+        if self._closed or self._error is not None:
+            return
+        if self._events.pop(namespace, present) == present:
+            self._events[namespace] = present
+        limit = self.session.limits.max_namespaces
+        if len(self.namespaces) > limit or len(self._events) > 2 * limit:
+            self.request.cancel(ResetCode.EXCESSIVE_LOAD)
+            self.fail(StreamReset(ResetCode.EXCESSIVE_LOAD))
+        self._wake.set()
+
+
+class Announcement(OwnRequest):
+    """A PUBLISH_NAMESPACE that the peer accepted; `close` withdraws it."""
+
+    def __init__(self, session: Session, stream: RequestStream, namespace: TrackNamespace) -> None:
+        super().__init__(session, stream)
+        self.namespace = namespace
+
+    async def close(self) -> None:
+        """Withdraw the namespace (moqt 11). Idempotent."""
+        self.session.forget(self)
+        self.request.cancel()
+
+
+async def announce(session: Session) -> None:
+    """Keep the peer told of the namespaces of `session.tracks` (kvcs 6)."""
+    told: dict[TrackNamespace, asyncio.Event] = {}
+    changed = _watched(session)
+    try:
+        while True:
+            await changed.wait()
+            changed.clear()
+            present = session.tracks.namespaces
+            for namespace in [known for known in told if known not in present]:
+                told.pop(namespace).set()
+            for namespace in present:
+                if namespace not in told:
+                    told[namespace] = asyncio.Event()
+                    session.spawn(_announce_one(session, namespace, told[namespace]), "PUBLISH_NAMESPACE")
+    finally:
+        session.tracks.unwatch(changed.on_change)
+
+
+async def _announce_one(session: Session, namespace: TrackNamespace, withdrawn: asyncio.Event) -> None:
+    try:
+        announcement = await session.publish_namespace(namespace)
+    except (SessionClosed, ConnectionLost):
+        return
+    except MoqtError as error:
+        logger.error(
+            "%s: %s was not announced: %s", session.connection.id, format_namespace(namespace), error
+        )
+        return
+    await withdrawn.wait()
+    await announcement.close()
+
+
+async def take_namespace(session: Session, stream: RequestStream, message: PublishNamespace) -> None:
+    """Accept a PUBLISH_NAMESPACE, and note it in `session.peer_namespaces` while it lasts."""
+
+    async def update(_message: RequestUpdate) -> None:
+        await stream.send(RequestOk())  # It can only bring a token (moqt 5.2).
+
+    over = asyncio.Event()
+    known = session.peer_namespaces
+    known[message.namespace] = known.get(message.namespace, 0) + 1
+    try:
+        await stream.send(RequestOk())
+        # FIN is no withdrawal (moqt 3.4): the namespace stays until the stream is cancelled or the session
+        # ends.
+        await session.publishing.follow(stream, over, update, fail=over.set)
+    finally:
+        known[message.namespace] -= 1
+        if not known[message.namespace]:
+            del known[message.namespace]
+
+
+async def serve_namespaces(session: Session, stream: RequestStream, message: SubscribeNamespace) -> None:
+    """Serve a SUBSCRIBE_NAMESPACE until it ends. Raises RequestRefused before the reply."""
+    await _NamespaceFeed(session, stream, message.prefix).serve()
+
+
+class _Changes(asyncio.Event):
+    """Set whenever a namespace comes or goes."""
+
+    def on_change(self, _namespace: TrackNamespace, _present: bool) -> None:
+        self.set()
+
+
+def _watched(session: Session) -> _Changes:
+    changes = _Changes()
+    changes.set()
+    session.tracks.watch(changes.on_change)
+    return changes
+
+
+class _NamespaceFeed:
+    """NAMESPACE and NAMESPACE_DONE for one SUBSCRIBE_NAMESPACE, as namespaces come and go."""
+
+    def __init__(self, session: Session, stream: RequestStream, prefix: TrackNamespace) -> None:
+        self._session = session
+        self._stream = stream
+        self._prefix = prefix
+        self._sent: set[TrackNamespace] = set()
+        # Suffixes have a meaning only with the prefix of their time: one of both speaks at a time.
+        self._speaking = asyncio.Lock()
+
+    async def serve(self) -> None:
+        self._claim(self._prefix)
+        over = asyncio.Event()
+        changed = _watched(self._session)
+        teller = None
+        try:
+            await self._stream.send(RequestOk())
+            teller = self._session.spawn(self._tell(changed), "NAMESPACE")
+            await self._session.publishing.follow(
+                self._stream, over, lambda message: self._update(message, changed), fail=over.set
+            )
+        finally:
+            self._session.tracks.unwatch(changed.on_change)
+            self._session.publishing.prefixes.remove(self._prefix)
+            if teller is not None:
+                teller.cancel()
+
+    async def _update(self, message: RequestUpdate, changed: asyncio.Event) -> None:
+        async with self._speaking:
+            wanted = message.parameters.prefix
+            if wanted is not None and wanted != self._prefix:
+                self._claim(wanted, instead_of=self._prefix)
+                self._prefix = wanted
+                self._sent.clear()
+                changed.set()
+            await self._stream.send(RequestOk())
+
+    async def _tell(self, changed: asyncio.Event) -> None:
+        while True:
+            await changed.wait()
+            async with self._speaking:
+                changed.clear()
+                await self._tell_changes()
+
+    async def _tell_changes(self) -> None:
+        length = len(self._prefix)
+        present = [known for known in self._session.tracks.namespaces if is_prefix(self._prefix, known)]
+        for namespace in sorted(self._sent.difference(present)):
+            self._sent.discard(namespace)
+            await self._say(NamespaceDone(namespace[length:]))
+        for namespace in present:
+            if namespace not in self._sent:
+                self._sent.add(namespace)
+                await self._say(Namespace(namespace[length:]))
+
+    async def _say(self, message: Message) -> None:
+        if not self._stream.finished:  # A refused update ends it.
+            await self._stream.send(message)
+
+    def _claim(self, prefix: TrackNamespace, *, instead_of: TrackNamespace | None = None) -> None:
+        """Note a prefix of this session. Raises RequestRefused when it overlaps with another one."""
+        taken = list(self._session.publishing.prefixes)
+        if instead_of is not None:
+            taken.remove(instead_of)
+        if any(is_prefix(prefix, known) or is_prefix(known, prefix) for known in taken):
+            raise RequestRefused(
+                RequestCode.PREFIX_OVERLAP, "the prefix overlaps with another one of this session"
+            )
+        self._session.publishing.prefixes = [*taken, prefix]

@@ -1,0 +1,279 @@
+"""Parts of aioquic's sending side, made quicker: the sender of a stream, a sent packet, the pacer.
+
+With `moqt.quic.engine`, which puts them into a connection, the only place that uses private attributes of
+aioquic.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from aioquic import tls
+from aioquic.buffer import encode_uint_var
+from aioquic.quic.packet import QuicPacketType
+from aioquic.quic.packet_builder import QuicDeliveryState, QuicSentPacket
+from aioquic.quic.recovery import K_MICRO_SECOND, QuicPacketPacer
+from aioquic.quic.stream import QuicStream, QuicStreamSender
+
+from moqt.quic.api import Buffer
+
+__all__ = ["DataPacket", "Handlers", "OrderedSender", "Pacer", "SendQueue", "Sink", "StreamState"]
+
+STREAM: Final = 0x08
+STREAM_FIN: Final = 0x01
+STREAM_LENGTH: Final = 0x02
+STREAM_OFFSET: Final = 0x04
+
+BURST: Final = 64
+BURST_SECONDS: Final = 0.002
+
+Handlers = list[tuple[Callable[..., None], tuple[object, ...]]]
+"""Whom a packet's fate is told to: (handler, arguments after the delivery state)."""
+
+
+class Sink(Protocol):
+    """Where what a stream brings goes."""
+
+    def received(self, data: bytes, fin: bool) -> None: ...
+    def received_reset(self, code: int) -> None: ...
+
+
+class StreamState:
+    """What the engine keeps of one stream that the application knows."""
+
+    __slots__ = ("consumed", "done", "prefix", "quic", "released", "sink", "throttled", "urgent")
+
+    def __init__(self, quic: QuicStream, stream_id: int) -> None:
+        self.quic = quic
+        self.sink: Sink | None = None
+        self.consumed = 0
+        self.released = False
+        self.done = False
+        self.urgent = False
+        self.throttled = False
+        self.prefix = encode_uint_var(stream_id)
+
+    @property
+    def credit(self) -> int:
+        """Bytes that the stream's flow control allows beyond all handed over."""
+        return max(0, self.quic.max_stream_data_remote - self.quic.sender._buffer_stop)
+
+    @property
+    def unsent(self) -> int:
+        """Bytes handed over and not yet in a packet; 0 after a reset."""
+        sender = self.quic.sender
+        return 0 if sender._reset_error_code is not None else sender._buffer_stop - sender.highest_offset
+
+
+class OrderedSender(QuicStreamSender):
+    """A sending half that is quick in the usual case: bytes leave and are acknowledged in order.
+
+    Fresh bytes are those from `highest_offset` to `_buffer_stop`; `_pending` holds lost ranges only.
+    """
+
+    def write(self, data: Buffer, end_stream: bool = False) -> None:
+        if self._buffer_fin is not None or self._reset_error_code is not None:
+            raise RuntimeError("the sending side has ended")
+        if len(data):
+            self._buffer += data
+            self._buffer_stop += len(data)
+            self.buffer_is_empty = False
+        if end_stream:
+            self._buffer_fin = self._buffer_stop
+            self._pending_eof = True
+            self.buffer_is_empty = False
+
+    @property
+    def next_offset(self) -> int:
+        return self._pending[0].start if len(self._pending) else self.highest_offset
+
+    @property
+    def owes_again(self) -> bool:
+        """Whether something that was sent before has to be sent again."""
+        return bool(len(self._pending)) or (self._pending_eof and self.highest_offset == self._buffer_fin)
+
+    def take(self, size: int, max_offset: int) -> tuple[int, bytes, bool] | None:
+        """The next frame of at most `size` bytes, as (offset, data, fin); None if nothing may be sent."""
+        if len(self._pending):
+            start, stop = self._pending[0].start, self._pending[0].stop
+            if stop > start + size:
+                stop = start + size
+            if stop <= start:
+                return None
+            self._pending.subtract(start, stop)
+        else:
+            start = self.highest_offset
+            stop = min(self._buffer_stop, start + size, max_offset)
+            if stop > start:
+                self.highest_offset = stop
+            elif not (self._pending_eof and start == self._buffer_fin):
+                return None
+            else:
+                stop = start
+        fin = stop == self._buffer_fin
+        if fin:
+            self._pending_eof = False
+        if self.highest_offset == self._buffer_stop and not self._pending_eof and not len(self._pending):
+            self.buffer_is_empty = True
+        first = start - self._buffer_start
+        return start, bytes(self._buffer[first : first + stop - start]), fin
+
+    def on_data_delivery(self, delivery: QuicDeliveryState, start: int, stop: int, fin: bool) -> None:
+        if (
+            delivery is QuicDeliveryState.ACKED
+            and start == self._buffer_start
+            and not fin
+            and self._reset_error_code is None
+            and not len(self._acked)
+        ):
+            self._buffer_start = stop
+            del self._buffer[: stop - start]
+        else:
+            super().on_data_delivery(delivery, start, stop, fin)
+
+    def reset(self, error_code: int) -> None:
+        super().reset(error_code)
+        if self._reset_error_code is not None:
+            self._buffer.clear()
+
+
+class Filling:
+    """What goes into one packet: frames as (stream ID, state, offset, data, fin), and their bytes."""
+
+    __slots__ = ("credit", "frames", "fresh", "full", "pieces", "room")
+
+    def __init__(self, room: int, credit: int) -> None:
+        self.room = room
+        self.credit = credit
+        self.fresh = 0
+        self.full = False
+        self.frames: list[tuple[int, StreamState, int, bytes, bool]] = []
+        self.pieces: list[bytes] = []
+
+
+class SendQueue:
+    """Whose bytes leave next: control and request streams, what was lost, and then in the order of handing
+    over.
+
+    A stream whose flow control lets nothing through is marked `throttled` and not looked at until it is added
+    again.
+    """
+
+    def __init__(self) -> None:
+        self.again: dict[int, StreamState] = {}
+        self._urgent: dict[int, StreamState] = {}
+        # (stream ID, state, offset up to which bytes were handed over by then).
+        self._fresh: deque[tuple[int, StreamState, int]] = deque()
+
+    @property
+    def empty(self) -> bool:
+        return not (self._urgent or self.again or self._fresh)
+
+    def add(self, stream_id: int, state: StreamState) -> None:
+        """The stream has more to send."""
+        if state.throttled:
+            return
+        if state.urgent:
+            self._urgent[stream_id] = state
+        else:
+            if self._fresh and self._fresh[-1][1] is state:
+                self._fresh.pop()
+            self._fresh.append((stream_id, state, state.quic.sender._buffer_stop))
+
+    def drop(self, stream_id: int) -> None:
+        """The stream sends nothing more. What stands in line for it is passed over."""
+        self._urgent.pop(stream_id, None)
+        self.again.pop(stream_id, None)
+
+    def fill(self, room: int, credit: int) -> Filling:
+        """Take frames of at most `room` bytes in sum, with at most `credit` bytes not sent before."""
+        filling = Filling(room, credit)
+        for stream_id, state in list(self._urgent.items()) if self._urgent else ():
+            sender = state.quic.sender
+            while self._take(filling, stream_id, state, sender._buffer_stop):
+                pass
+            if sender.buffer_is_empty or state.throttled:
+                del self._urgent[stream_id]
+        for stream_id, state in list(self.again.items()) if self.again else ():
+            sender = state.quic.sender
+            while self._take(filling, stream_id, state, sender.highest_offset):
+                pass
+            assert isinstance(sender, OrderedSender)
+            if not sender.owes_again:
+                del self.again[stream_id]
+        fresh = self._fresh
+        while fresh and not filling.full:
+            stream_id, state, stop = fresh[0]
+            sender = state.quic.sender
+            if sender.buffer_is_empty or state.throttled:
+                fresh.popleft()
+            elif not self._take(filling, stream_id, state, stop):
+                if not state.throttled and sender.highest_offset < stop:
+                    break
+                fresh.popleft()
+        return filling
+
+    def _take(self, filling: Filling, stream_id: int, state: StreamState, stop: int) -> bool:
+        """Take one frame with bytes below the offset `stop`. False if nothing can be taken."""
+        stream = state.quic
+        sender = stream.sender
+        assert isinstance(sender, OrderedSender)
+        offset = sender.next_offset
+        position = encode_uint_var(offset) if offset else b""
+        size = filling.room - 3 - len(state.prefix) - len(position)
+        if size < 1:
+            filling.full = True
+            return False
+        highest = sender.highest_offset
+        taken = sender.take(size, min(stream.max_stream_data_remote, highest + filling.credit, stop))
+        if taken is None:
+            state.throttled = stream.max_stream_data_remote <= highest < sender._buffer_stop
+            return False
+        offset, data, fin = taken
+        fresh = sender.highest_offset - highest
+        filling.fresh += fresh
+        filling.credit -= fresh
+        filling.room = size - len(data)
+        kind = STREAM | STREAM_LENGTH | (STREAM_OFFSET if offset else 0) | fin
+        filling.pieces += (
+            bytes((kind,)) + state.prefix + position + (len(data) | 0x4000).to_bytes(2, "big"),
+            data,
+        )
+        filling.frames.append((stream_id, state, offset, data, fin))
+        return True
+
+
+class DataPacket(QuicSentPacket):
+    """A sent 1-RTT packet, made without the cost of a dataclass with factories."""
+
+    def __init__(
+        self,
+        packet_number: int,
+        sent_bytes: int,
+        delivery_handlers: Handlers,
+        quic_logger_frames: list[dict[str, object]],
+    ) -> None:
+        self.epoch = tls.Epoch.ONE_RTT
+        self.in_flight = True
+        self.is_ack_eliciting = True
+        self.is_crypto_packet = False
+        self.packet_number = packet_number
+        self.packet_type = QuicPacketType.ONE_RTT
+        self.sent_time = None
+        self.sent_bytes = sent_bytes
+        self.delivery_handlers = delivery_handlers
+        self.quic_logger_frames = quic_logger_frames
+
+
+class Pacer(QuicPacketPacer):
+    """Lets through what is due in 2 ms at once, up to one system call's worth.
+
+    aioquic stops at 16 datagrams; timers of asyncio come every ms at best, which is 23 MB/s (spec/quic.md).
+    """
+
+    def update_rate(self, congestion_window: int, smoothed_rtt: float) -> None:
+        super().update_rate(congestion_window, smoothed_rtt)
+        rate = congestion_window / max(smoothed_rtt, K_MICRO_SECOND)
+        self.bucket_max = max(self.bucket_max, min(BURST_SECONDS, BURST * self._max_datagram_size / rate))

@@ -1,0 +1,732 @@
+"""What a publisher publishes, and what it refuses (kvcs 3, 6, 9)."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcs.assembly import Layer
+from kvcs.codecs import CODECS
+from kvcs.errors import InvalidTensor, InvalidTokens, InvalidValue
+from kvcs.identity import block_keys, layer_digest
+from kvcs.layout import Order, arrange
+from kvcs.manifest import MAX_SEGMENTS
+from kvcs.names import DataTrack, PublicationName
+from kvcs.payload import HEADER_SIZE, data_digest
+from kvcs.publisher import Publication, Publisher
+from kvcs.subscriber import CacheIncomplete, NothingFound
+from moqt.errors import DoneCode, LocationTaken, RequestRejected
+from moqt.filters import Location, LocationFilter
+from moqt.names import FullTrackName
+from moqt.subscribing import Fill, ReceivedObject
+from moqt.track import StoredObject, Track, Tracks
+from moqt.wire import (
+    AliasType,
+    Fetch,
+    FetchHeader,
+    ObjectHeader,
+    ObjectStatus,
+    PropertyType,
+    PublishNamespace,
+    SubgroupHeader,
+    Subscribe,
+    Token,
+    get,
+)
+from tests.kvcs.stage import (
+    CACHE,
+    MODEL,
+    SCOPE_KEY,
+    TOKENS,
+    Wiretap,
+    check_layer,
+    check_layers,
+    collect,
+    descriptor,
+    make_cache,
+    now,
+    put_layers,
+    stage,
+)
+
+pytestmark = pytest.mark.virtual
+
+LAYERS, BLOCKS = MODEL.layers, 3
+SIZE = 16  # octets of Data of an Object of MODEL
+
+
+@pytest.fixture
+def appended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bytes, int, int]]:
+    """(track, group, object) of all that is published, in order, whatever the track."""
+    seen: list[tuple[bytes, int, int]] = []
+    append = Track.append
+
+    def record(self: Track, group: int, object_id: int, *args: Any, **options: Any) -> bool:
+        seen.append((self.name.name, group, object_id))
+        return append(self, group, object_id, *args, **options)
+
+    monkeypatch.setattr(Track, "append", record)
+    return seen
+
+
+def publisher(**options: Any) -> Publisher:
+    return Publisher(MODEL, SCOPE_KEY, **options)
+
+
+def stored(publication: Publication, name: str) -> dict[tuple[int, int], StoredObject]:
+    """All Objects of a track."""
+    track = publication.segments[DataTrack.parse(name).segment].tracks[DataTrack.parse(name)]
+    objects = track.objects(Location(0, 0), Location(1000, 1000))
+    return {(item.location.group, item.location.object): item for item in objects}
+
+
+def payload(item: StoredObject) -> bytes:
+    return b"".join(item.payload)
+
+
+# Groups and Objects (kvcs 3.3, 3.4)
+
+
+@pytest.mark.requirement("R3.3a")
+async def test_layers_come_in_order(appended: list[tuple[bytes, int, int]]) -> None:
+    segment = publisher().publish(TOKENS).segment
+    k, v = CACHE[0]
+    for wrong in (1, 3, 4, -1):
+        with pytest.raises(InvalidValue, match=f"layer {wrong} can't be published now: layer 0 is due"):
+            await segment.put_layer(wrong, k, v)
+    await segment.put_layer(0, k, v)
+    for wrong in (0, 2):
+        with pytest.raises(InvalidValue, match="layer 1 is due"):
+            await segment.put_layer(wrong, k, v)
+    await put_layers(segment, CACHE, first=1)
+    with pytest.raises(InvalidValue, match="all 4 layers are published"):
+        await segment.put_layer(4, k, v)
+    for name in (b"k.raw.s0", b"v.raw.s0"):
+        order = [(group, object_id) for track, group, object_id in appended if track == name]
+        assert order == [(group, object_id) for group in range(LAYERS) for object_id in range(BLOCKS)]
+
+
+@pytest.mark.requirement("R3.3c", "R3.3d", "R3.4d")
+@pytest.mark.parametrize("publisher_dials", [False, True])
+async def test_streams_of_a_live_subscription(publisher_dials: bool) -> None:
+    """On the wire: a stream for each Group, Subgroup 0, its priority, Objects ascending, End of Group."""
+    taps: list[Wiretap] = []
+    async with stage(publisher_dials=publisher_dials, tap=lambda link: taps.append(Wiretap(link))) as scene:
+        segment = scene.publisher().publish(TOKENS).segment
+        task = asyncio.create_task(scene.receive())
+        await asyncio.sleep(1)
+        await put_layers(segment, CACHE)
+        check_layers(await task, CACHE)
+        await asyncio.sleep(1)
+    groups: list[int] = []
+    ends = 0
+    manifest_priorities = set()
+    for header, *events in taps[0].streams(from_client=publisher_dials):
+        if isinstance(header, FetchHeader):  # the first version of the manifest
+            objects = [event for event in events if isinstance(event, ObjectHeader)]
+            manifest_priorities |= {event.priority for event in objects}
+            continue
+        assert isinstance(header, SubgroupHeader)
+        objects = [event for event in events if isinstance(event, ObjectHeader)]
+        statuses = [(event.location.object, event.status) for event in objects]
+        assert {event.location.group for event in objects} == {header.group}
+        assert header.subgroup == 0
+        if objects[0].size and objects[0].size != HEADER_SIZE + SIZE:
+            manifest_priorities.add(header.priority)
+        elif objects[0].status is ObjectStatus.END_OF_TRACK:
+            assert objects[0].location == Location(LAYERS, 0)
+            assert len(objects) == 1
+            ends += 1
+        else:
+            groups.append(header.group)
+            assert header.priority == 128 * header.group // LAYERS
+            assert header.end_of_group
+            assert header.first_object
+            assert statuses == [
+                *((block, ObjectStatus.NORMAL) for block in range(BLOCKS)),
+                (BLOCKS, ObjectStatus.END_OF_GROUP),
+            ]
+    assert sorted(groups) == sorted([*range(LAYERS), *range(LAYERS)])
+    assert ends <= 2  # The consumer may have left with the last Object.
+    assert manifest_priorities == {0}
+
+
+@pytest.mark.requirement("R3.3d")
+@pytest.mark.parametrize("name", ["k.raw.s0", "v.raw.s0"])
+async def test_end_of_group_and_end_of_track(name: str) -> None:
+    """As a subscriber sees them that stays to the end."""
+    seen: list[tuple[Location, ObjectStatus]] = []
+    async with stage() as scene:
+        publication = scene.publisher().publish(TOKENS)
+        track = publication.segment.tracks[DataTrack.parse(name)]
+        async with await scene.here.subscribe(track.name) as subscription:
+            await put_layers(publication.segment, CACHE)
+            assert track.ended == Location(LAYERS, 0)
+            publication.close()
+            async for item in subscription:
+                if isinstance(item, ReceivedObject):
+                    seen.append((item.location, item.status))
+    expected = [
+        (Location(group, object_id), status)
+        for group in range(LAYERS)
+        for object_id, status in [
+            *((block, ObjectStatus.NORMAL) for block in range(BLOCKS)),
+            (BLOCKS, ObjectStatus.END_OF_GROUP),
+        ]
+    ]
+    assert sorted(seen) == [*expected, (Location(LAYERS, 0), ObjectStatus.END_OF_TRACK)]
+
+
+@pytest.mark.requirement("R3.4d")
+@pytest.mark.parametrize("layers", [1, 3, 5, 128, 200])
+async def test_priorities(layers: int) -> None:
+    model = descriptor(layers=layers)
+    publication = Publisher(model, SCOPE_KEY).publish(TOKENS)
+    await put_layers(publication.segment, make_cache(model, len(TOKENS)))
+    for name in ("k.raw.s0", "v.raw.s0"):
+        for (group, _), item in stored(publication, name).items():
+            assert item.priority == int(128 * group / layers)
+    manifest = publication.publisher.tracks.get(FullTrackName(publication.name.namespace, b"manifest"))
+    assert manifest is not None
+    assert {item.priority for item in manifest.objects(Location(0, 0), Location(99, 0))} == {0}
+
+
+@pytest.mark.requirement("R3.4a", "R3.3b")
+async def test_segments_of_a_chunked_prefill(appended: list[tuple[bytes, int, int]]) -> None:
+    """Three passes; each takes the tokens that the one before left over; Group IDs rise in every track."""
+    tokens = list(range(200, 213))  # 13: passes of 5, 4 and 4, so blocks of 2, 2 and 2, and one token over
+    cache = make_cache(MODEL, len(tokens), seed=5)
+
+    def part(start: int, stop: int) -> list[tuple[Any, Any]]:
+        return [(k[start:stop], v[start:stop]) for k, v in cache]
+
+    publication = publisher().publish(tokens[:5])
+    first = publication.segment
+    assert (first.number, first.first_block, first.blocks, first.tokens, first.tail) == (0, 0, 2, 5, 1)
+    await put_layers(first, part(0, 5))
+    second = publication.add_segment(tokens[5:9])
+    assert (second.number, second.first_block, second.blocks, second.tokens, second.tail) == (1, 2, 2, 5, 1)
+    assert publication.segment is second
+    await put_layers(second, part(4, 9))
+    third = publication.add_segment(np.array(tokens[9:]))
+    assert (third.number, third.first_block, third.blocks, third.tokens, third.tail) == (2, 4, 2, 5, 1)
+    await put_layers(third, part(8, 13))
+    for segment in publication.segments:
+        for name in segment.tracks:
+            groups = [group for track, group, _ in appended if track == name.name]
+            assert groups == sorted(groups)
+            assert set(groups) == set(range(LAYERS))
+            for (group, object_id), item in stored(publication, str(name)).items():
+                layer, block, start, count = struct.unpack_from(">IIQI", payload(item), 8)
+                assert (layer, block) == (group, object_id)
+                assert start == (segment.first_block + object_id) * MODEL.block_tokens
+                assert count == MODEL.block_tokens
+                absolute = segment.first_block + object_id
+                own = cache[group][name.component - 1][absolute * 2 : absolute * 2 + 2]
+                assert payload(item)[HEADER_SIZE:] == own.tobytes()
+    keys = block_keys(SCOPE_KEY, MODEL, tokens)
+    assert publication.name.anchor_key == keys[1]
+    assert all(entry.confirmed_by(keys) for entry in publication.manifest.segments)
+
+
+@pytest.mark.requirement("R3.3b")
+async def test_a_consumer_gets_all_segments() -> None:
+    """Live, those that are added while it receives too; each layer of the earlier segment goes first."""
+    tokens = list(range(200, 212))
+    cache = make_cache(MODEL, len(tokens), seed=5)
+    async with stage() as scene:
+        publication = scene.publisher().publish(tokens[:4])
+        task = asyncio.create_task(scene.receive(tokens))
+        await asyncio.sleep(1)
+        for number, stop in enumerate((4, 8, 12)):
+            if number:
+                publication.add_segment(tokens[stop - 4 : stop])
+            await asyncio.sleep(0.5)
+            await put_layers(
+                publication.segment, [(k[stop - 4 : stop], v[stop - 4 : stop]) for k, v in cache]
+            )
+        layers = await task
+        assert [(layer.segment, layer.layer) for layer in layers] == [
+            (segment, layer) for segment in range(3) for layer in range(LAYERS)
+        ]
+        for layer in layers:
+            check_layer(layer, cache, blocks=(2 * layer.segment, 2))
+        again = await scene.receive(tokens)  # complete now: layer by layer, over all segments
+        assert [(layer.layer, layer.segment) for layer in again] == sorted(
+            (layer.layer, layer.segment) for layer in layers
+        )
+        some = await scene.receive(tokens, blocks=3, layers=(1, 2))
+        assert [(layer.segment, layer.layer) for layer in some] == [(0, 1), (1, 1), (0, 2), (1, 2)]
+        for layer in some:
+            check_layer(layer, cache, blocks=(2 * layer.segment, 2 - layer.segment))
+
+
+@pytest.mark.requirement("R3.4b")
+async def test_a_second_payload_is_refused() -> None:
+    publication = publisher().publish(TOKENS)
+    await put_layers(publication.segment, CACHE)
+    track = publication.segment.tracks[DataTrack.parse("k.raw.s0")]
+    item = stored(publication, "k.raw.s0")[2, 1]
+    other = bytearray(payload(item))
+    other[-1] ^= 1
+    with pytest.raises(LocationTaken, match="an Object is never changed"):
+        track.append(2, 1, bytes(other), priority=item.priority)
+    assert stored(publication, "k.raw.s0")[2, 1] is item
+    assert not track.append(2, 1, payload(item), priority=item.priority)  # the same: nothing happens
+    with pytest.raises(InvalidValue, match="all 4 layers are published"):
+        await publication.segment.put_layer(2, *CACHE[2])
+
+
+@pytest.mark.requirement("R3.4c", "R3.1b")
+async def test_a_wrong_publication_is_closed_and_made_anew() -> None:
+    async with stage() as scene:
+        maker = scene.publisher()
+        wrong = maker.publish(TOKENS)
+        task = asyncio.create_task(scene.receive())
+        await asyncio.sleep(1)
+        await put_layers(wrong.segment, make_cache(MODEL, 6, seed=9), last=1)
+        await asyncio.sleep(1)
+        wrong.close()
+        with pytest.raises(CacheIncomplete):
+            await task
+        right = maker.publish(TOKENS)
+        assert right.name.publication_id != wrong.name.publication_id
+        assert right.name.namespace[:4] == wrong.name.namespace[:4]
+        await put_layers(right.segment, CACHE)
+        async with await scene.subscriber().receive(TOKENS) as reception:
+            assert reception.publication == right.name
+            check_layers(await collect(reception), CACHE)
+        with pytest.raises(InvalidValue, match="this publication was closed"):
+            await wrong.segment.put_layer(2, *CACHE[2])
+        with pytest.raises(InvalidValue, match="this publication was closed"):
+            wrong.add_segment([1, 2, 3])
+        wrong.close()  # once more: no effect
+        assert scene.tracks.namespaces == (right.name.namespace,)
+        assert all(track.name.namespace == right.name.namespace for track in scene.tracks)
+
+
+@pytest.mark.requirement("R3.1b")
+def test_publication_ids_are_random() -> None:
+    maker = publisher()
+    ids = {maker.publish(TOKENS).name.publication_id for _ in range(100)}
+    assert len(ids) == 100
+    bits = np.unpackbits(np.frombuffer(b"".join(ids), np.uint8))
+    assert 0.4 < bits.mean() < 0.6
+
+
+# Announcing (kvcs 6)
+
+
+@pytest.mark.requirement("R6a")
+async def test_the_full_namespace_is_announced_with_the_token() -> None:
+    taps: list[Wiretap] = []
+    token = Token(AliasType.USE_VALUE, type=7, value=b"let me publish")
+    async with stage(
+        publisher_dials=True, announce=True, tokens=[token], tap=lambda link: taps.append(Wiretap(link))
+    ) as scene:
+        maker = scene.publisher()
+        first, second = maker.publish(TOKENS), maker.publish(TOKENS)
+        await asyncio.sleep(1)
+        assert list(scene.here.peer_namespaces) == [first.name.namespace, second.name.namespace]
+        first.close()
+        await asyncio.sleep(1)
+        assert list(scene.here.peer_namespaces) == [second.name.namespace]
+    requests = taps[0].requests(from_client=True)
+    announced = [request for request in requests if isinstance(request, PublishNamespace)]
+    assert [request.namespace for request in announced] == [first.name.namespace, second.name.namespace]
+    for request in announced:
+        assert [len(field) for field in request.namespace] == [6, 16, 32, 32, 16]
+        assert request.parameters.tokens == (token,)
+        assert (
+            PublicationName.from_namespace(request.namespace).anchor_key
+            == block_keys(SCOPE_KEY, MODEL, TOKENS)[-1]
+        )
+
+
+@pytest.mark.requirement("R6b")
+async def test_the_manifest_goes_before_the_first_object(appended: list[tuple[bytes, int, int]]) -> None:
+    publication = publisher().publish(TOKENS)
+    assert appended == [(b"manifest", 0, 0)]
+    assert publication.publisher.tracks.namespaces == (publication.name.namespace,)
+    await put_layers(publication.segment, CACHE)
+    publication.add_segment([1, 2])
+    version = [track for track, _, _ in appended].count(b"manifest") - 1
+    assert appended[-1] == (b"manifest", version, 0)
+    assert len(publication.manifest.segments) == 2
+    await put_layers(publication.segment, make_cache(MODEL, 2), last=0)
+    assert appended[-2][0] == b"k.raw.s1"
+
+
+@pytest.mark.requirement("R6c", "R6d")
+@pytest.mark.parametrize("retention", [None, 0, 90.5, 30 * 86400])
+async def test_properties_of_tracks(retention: float | None) -> None:
+    """Retention, and no delivery timeout: as peers see them, in SUBSCRIBE_OK and FETCH_OK, and in Objects."""
+    async with stage() as scene:
+        publication = scene.publisher(retention=retention).publish(TOKENS)
+        await put_layers(publication.segment, CACHE)
+        everything = LocationFilter.absolute_start(0, 0)
+        for track in scene.tracks:
+            async with (
+                await scene.here.subscribe(track.name, fill=Fill(filter=everything)) as subscription,
+                await scene.here.fetch(track.name, filter=everything) as fetch,
+            ):
+                for properties in (subscription.properties, fetch.properties):
+                    kept = None if retention is None else int(retention * 1000)
+                    assert get(properties, PropertyType.MAX_CACHE_DURATION) == kept
+                    assert get(properties, PropertyType.OBJECT_DELIVERY_TIMEOUT) is None
+                    assert get(properties, PropertyType.SUBGROUP_DELIVERY_TIMEOUT) is None
+                async for item in fetch:
+                    assert not getattr(item, "properties", ())
+
+
+@pytest.mark.parametrize("retention", [-1, float("nan"), float("inf"), 2.0**60])
+def test_retention_that_is_none(retention: float) -> None:
+    with pytest.raises(InvalidValue, match="retention"):
+        publisher(retention=retention)
+
+
+@pytest.mark.parametrize(
+    ("code", "whole", "expected"),
+    [
+        (None, True, DoneCode.TRACK_ENDED),
+        (None, False, DoneCode.GOING_AWAY),
+        (DoneCode.EXPIRED, True, DoneCode.EXPIRED),
+        (DoneCode.EXPIRED, False, DoneCode.EXPIRED),
+    ],
+)
+async def test_closing_ends_subscriptions(code: DoneCode | None, whole: bool, expected: DoneCode) -> None:
+    """kvcs 14 #10."""
+    async with stage() as scene:
+        publication = scene.publisher().publish(TOKENS)
+        await put_layers(publication.segment, CACHE, last=None if whole else 1)
+        names = [track.name for track in scene.tracks]
+        assert len(names) == 3
+        subscriptions = [await scene.here.subscribe(name) for name in names]
+        publication.close(code)
+        for subscription in subscriptions:
+            async for _ in subscription:
+                pass
+            assert subscription.done is not None
+            assert subscription.done.status == expected
+            await subscription.close()
+        with pytest.raises(RequestRejected, match="DOES_NOT_EXIST"):
+            await scene.here.subscribe(names[0])
+
+
+# Encodings (kvcs 3.2, 4)
+
+
+@pytest.mark.requirement("R3.2b")
+async def test_several_encodings_of_one_segment() -> None:
+    """A consumer takes the pair of the codec that it prefers, or a kv track where there is no pair."""
+    async with stage() as scene:
+        maker = scene.publisher(codecs=["raw", "x-shuffle-zlib"], joint_codecs=["raw", "x-shuffle-zlib"])
+        publication = maker.publish(TOKENS)
+        await put_layers(publication.segment, CACHE)
+        assert [str(track) for track in publication.manifest.segments[0].tracks] == [
+            "k.raw.s0",
+            "v.raw.s0",
+            "k.x-shuffle-zlib.s0",
+            "v.x-shuffle-zlib.s0",
+            "kv.raw.s0",
+            "kv.x-shuffle-zlib.s0",
+        ]
+
+
+RAW, ZIP = "raw", "x-shuffle-zlib"
+
+
+@pytest.mark.requirement("R3.2b")
+@pytest.mark.parametrize("live", [True, False])
+@pytest.mark.parametrize(
+    ("codecs", "joint", "wanted", "taken"),
+    [
+        ([RAW, ZIP], [RAW, ZIP], [RAW, ZIP], {"k.raw.s0", "v.raw.s0"}),
+        ([RAW, ZIP], [RAW, ZIP], [ZIP, RAW], {"k.x-shuffle-zlib.s0", "v.x-shuffle-zlib.s0"}),
+        ([RAW, ZIP], [], [ZIP], {"k.x-shuffle-zlib.s0", "v.x-shuffle-zlib.s0"}),
+        ([], [RAW], [RAW], {"kv.raw.s0"}),
+        ([], [ZIP], [RAW, ZIP], {"kv.x-shuffle-zlib.s0"}),
+        ([ZIP], [RAW], [RAW, ZIP], {"kv.raw.s0"}),
+        ([ZIP], [RAW], [ZIP, RAW], {"k.x-shuffle-zlib.s0", "v.x-shuffle-zlib.s0"}),
+    ],
+)
+async def test_what_a_consumer_takes(
+    codecs: list[str], joint: list[str], wanted: list[str], taken: set[str], live: bool
+) -> None:
+    """The pair of the codec that it prefers, or the kv track where there is no pair; nothing else is sent."""
+    taps: list[Wiretap] = []
+    async with stage(tap=lambda link: taps.append(Wiretap(link))) as scene:
+        publication = scene.publisher(codecs=codecs, joint_codecs=joint).publish(TOKENS)
+        if not live:
+            await put_layers(publication.segment, CACHE)
+        task = asyncio.create_task(scene.receive(codecs=wanted))
+        await asyncio.sleep(1)
+        if live:
+            await put_layers(publication.segment, CACHE)
+        check_layers(await task, CACHE)
+    requests = taps[0].requests(from_client=True)
+    asked = {request.track.name for request in requests if isinstance(request, Subscribe | Fetch)}
+    assert asked - {b"manifest.cose", b"manifest"} == {name.encode() for name in taken}
+
+
+@pytest.mark.requirement("R4e")
+async def test_digests_of_the_pair_and_of_kv_agree() -> None:
+    """SHA-256 over the K Data and the V Data is the digest of the kv Data and the KVSP layer digest."""
+    publication = publisher(joint_codecs=["raw"]).publish(TOKENS)
+    await put_layers(publication.segment, CACHE)
+    k, v, kv = (stored(publication, f"{component}.raw.s0") for component in ("k", "v", "kv"))
+    assert len(k) == len(v) == len(kv) == LAYERS * BLOCKS
+    for location in kv:
+        parts = payload(k[location])[HEADER_SIZE:], payload(v[location])[HEADER_SIZE:]
+        digest = hashlib.sha256(b"".join(parts)).digest()
+        assert payload(kv[location])[HEADER_SIZE:] == b"".join(parts)
+        assert data_digest(payload(kv[location])) == digest == layer_digest(*parts)
+        block = slice(2 * location[1], 2 * location[1] + 2)
+        tensors = CACHE[location[0]]
+        assert digest == layer_digest(tensors[0][block].tobytes(), tensors[1][block].tobytes())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"codecs": ["raw", "x-none"]}, "no codec x-none here; there are raw, x-shuffle-zlib"),
+        ({"joint_codecs": ["zip"]}, "no codec zip"),
+        ({"codecs": []}, "at least one codec"),
+        ({"codecs": ["raw", "raw"]}, "named twice"),
+        ({"joint_codecs": ["raw", "raw"]}, "named twice"),
+    ],
+)
+def test_codecs_that_cannot_be(options: dict[str, Any], message: str) -> None:
+    tracks = Tracks()
+    with pytest.raises(InvalidValue, match=message):
+        publisher(tracks=tracks, **options)
+    assert not list(tracks)
+    assert not tracks.namespaces
+
+
+MLA = descriptor(attention="mla", kv_heads=1, head_dim=6)
+
+
+async def test_mla_has_no_v() -> None:
+    """K and V share one latent tensor: only kv tracks, and `v` is None on both sides."""
+    cache = make_cache(MLA, len(TOKENS))
+    with pytest.raises(InvalidValue, match="offer joint codecs only"):
+        Publisher(MLA, SCOPE_KEY)
+    for codec in CODECS:
+        async with stage() as scene:
+            segment = scene.publisher(MLA, codecs=[], joint_codecs=[codec]).publish(TOKENS).segment
+            await segment.put_layer(0, cache[0][0], None)
+            with pytest.raises(InvalidTensor):
+                await segment.put_layer(1, cache[1][0], cache[1][0])
+            await put_layers(segment, cache, first=1)
+            layers = await scene.receive(model=MLA)
+            check_layers(layers, cache, MLA)
+            assert all(layer.v is None for layer in layers)
+
+
+async def test_a_pair_of_tracks_is_of_no_use_with_mla() -> None:
+    """A publisher that offers one all the same is not taken, and the reception does not break."""
+    async with stage() as scene:
+        maker = scene.publisher(MLA, codecs=[], joint_codecs=["raw"])
+        maker.encodings = scene.publisher().encodings
+        maker.publish(TOKENS)
+        with pytest.raises(NothingFound, match=r"no usable codec: k\.raw\.s0, v\.raw\.s0"):
+            await scene.receive(model=MLA)
+
+
+async def test_v_has_another_head_dim() -> None:
+    model = descriptor(v_head_dim=5, dtype="float32")
+    cache = make_cache(model, len(TOKENS))
+    async with stage() as scene:
+        await put_layers(scene.publisher(model, joint_codecs=["raw"]).publish(TOKENS).segment, cache)
+        check_layers(await scene.receive(model=model), cache, model)
+
+
+# What put_layer takes
+
+
+@pytest.mark.parametrize("order", list(Order))
+async def test_orders_of_axes(order: Order) -> None:
+    async with stage() as scene:
+        segment = scene.publisher().publish(TOKENS).segment
+        for layer, (k, v) in enumerate(CACHE):
+            arranged = [np.ascontiguousarray(arrange(tensor, order)) for tensor in (k, v)]
+            await segment.put_layer(layer, *arranged, order=order)
+        check_layers(await scene.receive(), CACHE)
+
+
+async def test_tensors_are_not_copied() -> None:
+    """Those that are contiguous in the order of sections."""
+    segment = publisher().publish(TOKENS).segment
+    await segment.put_layer(0, *CACHE[0])
+    item = stored(segment.publication, "k.raw.s0")[0, 1]
+    view = np.frombuffer(item.payload[1], np.uint8)
+    assert np.shares_memory(view, CACHE[0][0])
+
+
+@pytest.mark.parametrize(
+    ("k", "v", "error", "message"),
+    [
+        (CACHE[0][0][:4], CACHE[0][1], InvalidValue, "takes arrays of 6 tokens, k has 4"),
+        (CACHE[0][0], CACHE[0][1][:5], InvalidValue, "takes arrays of 6 tokens, v has 5"),
+        (CACHE[0][0].astype(np.float32), CACHE[0][1], InvalidTensor, "float32"),
+        (CACHE[0][0].transpose(1, 0, 2), CACHE[0][1], InvalidTensor, r"expected \[tokens, 2, 2\]"),
+        (CACHE[0][0], None, InvalidValue, 'v may be None only with attention "mla"'),
+    ],
+)
+async def test_tensors_that_do_not_fit(k: Any, v: Any, error: type[Exception], message: str) -> None:
+    """Nothing is published of them, and the right ones can follow."""
+    segment = publisher().publish(TOKENS).segment
+    with pytest.raises(error, match=message):
+        await segment.put_layer(0, k, v)
+    assert segment.next_layer == 0
+    assert not stored(segment.publication, "k.raw.s0")
+    await put_layers(segment, CACHE)
+    assert segment.complete
+
+
+@pytest.mark.parametrize("number", [6, 7])
+async def test_tokens_that_fill_no_block_are_told(number: int) -> None:
+    """kvcs 14 #12: they are not sent; the arrays hold them all the same."""
+    tokens = list(range(100, 100 + number))
+    cache = make_cache(MODEL, number)
+    async with stage() as scene:
+        segment = scene.publisher().publish(tokens).segment
+        assert (segment.blocks, segment.tokens, segment.tail) == (3, number, number - 6)
+        await put_layers(segment, cache)
+        for layer in await scene.receive(tokens):
+            check_layer(layer, cache, blocks=(0, 3))
+
+
+def test_tokens_of_any_kind() -> None:
+    maker = publisher()
+    names = {
+        maker.publish(tokens).name.anchor_key
+        for tokens in (TOKENS, tuple(TOKENS), range(100, 106), np.array(TOKENS), np.array(TOKENS, np.uint16))
+    }
+    assert len(names) == 1
+    for tokens in ([], [1], [-1, 2], [2**32, 1], [[1, 2]], [1.5, 2.5], ["a", "b"]):
+        with pytest.raises((InvalidTokens, InvalidValue)):
+            maker.publish(tokens)  # type: ignore[arg-type]
+    publication = maker.publish(TOKENS)
+    with pytest.raises(InvalidValue, match="fill no further block of 2: append more at once"):
+        publication.add_segment([7])
+    with pytest.raises(InvalidTokens):
+        publication.add_segment([-1, 2])
+    assert len(publication.segments) == 1
+
+
+def test_nothing_is_announced_when_there_is_nothing_to_publish() -> None:
+    tracks = Tracks()
+    with pytest.raises(InvalidValue, match="1 tokens fill no block of 2: there is nothing to publish"):
+        publisher(tracks=tracks).publish([1])
+    assert not list(tracks)
+    assert not tracks.namespaces
+
+
+def test_no_more_segments_than_consumers_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcs.publisher.MAX_SEGMENTS", 3)
+    assert MAX_SEGMENTS == 4096
+    publication = publisher().publish(TOKENS)
+    publication.add_segment([1, 2])
+    publication.add_segment([1, 2])
+    with pytest.raises(InvalidValue, match="3 segments at most"):
+        publication.add_segment([1, 2])
+
+
+@pytest.mark.requirement("R9a")
+@pytest.mark.parametrize(
+    ("block_tokens", "warned"), [(15, True), (16, False), (512, False), (1024, False), (1025, True)]
+)
+def test_object_sizes_outside_the_recommended_draw_a_warning(
+    block_tokens: int, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """8 heads of 64 elements of 2 octets: 1 KiB for a token."""
+    model = descriptor(block_tokens=block_tokens, kv_heads=8, head_dim=64)
+    with caplog.at_level(logging.WARNING, "kvcs.publisher"):
+        Publisher(model, SCOPE_KEY)
+    assert ("16 KiB to 1 MiB" in caplog.text) == warned
+    if warned:
+        assert "choose block_tokens 16 to 1024" in caplog.text
+
+
+# Several things at once
+
+
+async def test_layers_put_at_once_are_published_in_turn() -> None:
+    """Tasks that are made in order; also for two segments, side by side."""
+    async with stage() as scene:
+        publication = scene.publisher().publish(TOKENS)
+        first = publication.segment
+        second = publication.add_segment(TOKENS)
+        puts = [
+            segment.put_layer(layer, *CACHE[layer]) for layer in range(LAYERS) for segment in (first, second)
+        ]
+        await asyncio.gather(*puts)
+        layers = await scene.receive(TOKENS + TOKENS)
+        assert len(layers) == 2 * LAYERS
+        for layer in layers:
+            assert layer.k.tobytes() == CACHE[layer.layer][0].tobytes()
+
+
+async def test_one_layer_put_twice_at_once() -> None:
+    segment = publisher().publish(TOKENS).segment
+    results = await asyncio.gather(
+        *(segment.put_layer(0, *CACHE[0]) for _ in range(3)), return_exceptions=True
+    )
+    assert results[0] is None
+    assert all(isinstance(result, InvalidValue) for result in results[1:])
+    assert segment.next_layer == 1
+
+
+async def test_a_publication_closed_while_a_layer_is_put() -> None:
+    """What was under way is not published; the error says why."""
+    async with stage() as scene:
+        publication = scene.publisher().publish(TOKENS)
+        task = asyncio.create_task(publication.segment.put_layer(0, *CACHE[0]))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        publication.close()
+        with pytest.raises(InvalidValue, match="this publication was closed"):
+            await task
+        assert not stored(publication, "k.raw.s0")
+
+
+async def test_a_cancelled_put_publishes_nothing_and_can_be_repeated() -> None:
+    async with stage() as scene:
+        segment = scene.publisher().publish(TOKENS).segment
+        for turns in range(4):
+            task = asyncio.create_task(segment.put_layer(0, *CACHE[0]))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            if not task.cancelled():
+                break
+            assert segment.next_layer == 0
+            assert not stored(segment.publication, "k.raw.s0")
+        await put_layers(segment, CACHE, first=segment.next_layer)
+        check_layers(await scene.receive(), CACHE)
+
+
+async def test_many_publications_of_many_prompts() -> None:
+    """They do not get in each other's way."""
+    async with stage() as scene:
+        maker = scene.publisher()
+        caches = {number: make_cache(MODEL, 4, seed=number) for number in range(10)}
+        for number, cache in caches.items():
+            await put_layers(maker.publish([number] * 4).segment, cache)
+
+        async def receive(number: int) -> list[Layer]:
+            return await scene.receive([number] * 4)
+
+        began = now()
+        for number, layers in enumerate(await asyncio.gather(*map(receive, caches))):
+            check_layers(layers, caches[number])
+        assert now() < began + 1
