@@ -87,3 +87,16 @@ class LocationSet:
         if index < len(self._starts):
             high = min(high, self._starts[index] - 1)
         return _location(low), _location(high)
+
+    def last_gap(self, start: Location, end: Location) -> tuple[Location, Location] | None:
+        """The last range within `start` to `end` of which nothing is in the set; None if all is in."""
+        low, high = _number(start), _number(end)
+        index = bisect_right(self._starts, high) - 1
+        if index >= 0 and self._ends[index] >= high:
+            high = self._starts[index] - 1
+            index -= 1
+        if low > high:
+            return None
+        if index >= 0:
+            low = max(low, self._ends[index] + 1)
+        return _location(low), _location(high)
