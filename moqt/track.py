@@ -94,7 +94,7 @@ class TrackWatcher:
         raise NotImplementedError
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Hole:
     """A range of a cached Track that is fetched. When it is `done`, what of it is not known is in
     `unknown`.
