@@ -177,10 +177,10 @@ class Puller:
             yield self._urgency(item), (header, *pieces)
             sent = sum(map(len, pieces))
             while sent < item.size:
-                if item.lost:
-                    raise BrokenSource(ResetCode.INTERNAL_ERROR)
                 if self._track.fault:
                     raise BrokenSource(ResetCode.MALFORMED_TRACK)
+                if item.lost:
+                    raise BrokenSource(ResetCode.INTERNAL_ERROR)
                 pieces = item.since(sent)
                 if pieces:
                     yield None, pieces

@@ -108,6 +108,10 @@ class Inlet(ABC):
         """A range without Objects, on a fetch stream."""
 
     @abstractmethod
+    async def room(self) -> None:
+        """Wait until more may come; the stream is not read meanwhile."""
+
+    @abstractmethod
     def end(self, code: int | None) -> None:
         """The stream has ended by FIN (`code` None), or was reset by the peer."""
 
@@ -364,6 +368,7 @@ class Reception(OwnRequest):
                         write = inlet.object(event) if self._wanted(event, fill) else None
                     elif type(event) is EndOfRange:
                         inlet.marker(event)
+                await inlet.room()
                 data = await stream.read()
                 if not data:
                     break

@@ -96,14 +96,15 @@ class TrackWatcher:
 
 @dataclass(slots=True, eq=False)
 class Hole:
-    """A range of a cached Track that is fetched. When it is `done`, what of it is not known is in
-    `unknown`.
+    """A range of a cached Track that is fetched. When it is `done`, what could not be found out is in
+    `unknown`. `ahead` counts the bytes that have come and that nobody has used.
     """
 
     start: Location
     end: Location
     done: bool = False
     unknown: LocationSet = field(default_factory=LocationSet)
+    ahead: int = 0
 
 
 class Track:

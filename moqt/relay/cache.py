@@ -44,6 +44,8 @@ class CachedObject(StoredObject):
     first: bool = False
     ends: bool = False
     after: int | None = None
+    hole: Hole | None = None
+    """What it was fetched for, until somebody uses it."""
 
     def since(self, offset: int) -> tuple[Buffer, ...]:
         if not offset and not self.missing:
@@ -67,6 +69,11 @@ class CachedObject(StoredObject):
             if not data:
                 break
         return True
+
+    @property
+    def busy(self) -> bool:
+        """Whether it must stay: it is being sent, is about to be, or is on its way."""
+        return self.pins > 0 or self.writers > 0 or self.hole is not None
 
     @property
     def cost(self) -> int:
@@ -111,7 +118,7 @@ class Cache:
 
     def _trim(self) -> None:
         while self.bytes > self.limit:
-            victim = next((item for item in self._items if not item.pins and not item.writers), None)
+            victim = next((item for item in self._items if not item.busy), None)
             if victim is None:
                 break
             self.evicted += 1
@@ -207,7 +214,14 @@ class CachedTrack(Track):
             self.largest = largest
 
     def begin(
-        self, header: ObjectHeader, *, live: bool, first: bool = False, ends: bool = False, after: int | None
+        self,
+        header: ObjectHeader,
+        *,
+        live: bool,
+        first: bool = False,
+        ends: bool = False,
+        after: int | None = None,
+        hole: Hole | None = None,
     ) -> Writer | None:
         """An Object has begun to come, on a subscription (`live`) or a fetch; None if it is of no use.
 
@@ -235,8 +249,13 @@ class CachedTrack(Track):
                 first=first,
                 ends=ends,
                 after=after,
+                hole=hole,
             )
+            if hole is not None:
+                hole.ahead += item.size
+            item.writers += 1  # So that it is not thrown out at once.
             self._store(item, header)
+            item.writers -= 1
         elif (item.size, item.subgroup, item.priority) != (header.size, header.subgroup, priority):
             raise MalformedTrack(f"a second, different Object at {location}")
         self.known.add(location, location)
@@ -322,6 +341,12 @@ class CachedTrack(Track):
         """What has begun and is brought by nobody will not come."""
         for item in [item for item in self._ages if item.missing and not item.writers]:
             self.left(item, ResetCode.INTERNAL_ERROR, resume=False)
+
+    def release(self, hole: Hole) -> None:
+        """What was fetched for a hole, and nobody has used, need not stay."""
+        for item in self._ages:
+            if item.hole is hole:
+                item.hole = None
 
     def stop(self) -> None:
         """The relay ends."""
@@ -414,6 +439,13 @@ class CachedTrack(Track):
     def use(self, item: StoredObject) -> None:
         if isinstance(item, CachedObject):
             self._cache.use(item)
+            self._take_from_hole(item)
+
+    def _take_from_hole(self, item: CachedObject) -> None:
+        if item.hole is not None:
+            item.hole.ahead -= item.size
+            item.hole = None
+            self._changed()
 
     def expire(self) -> None:
         now = asyncio.get_running_loop().time() if self._lifetime < math.inf else 0.0
@@ -428,6 +460,7 @@ class CachedTrack(Track):
             return
         del self._ages[item]
         self._cache.discard(item)
+        self._take_from_hole(item)
         item.lost = item.missing > 0
         group, object_id = item.location.group, item.location.object
         entry = self._groups[group]
@@ -445,6 +478,12 @@ class CachedTrack(Track):
     def wake(self) -> None:
         """Something has changed for those who wait."""
         self._changed()
+
+    async def changes(self) -> None:
+        """Wait for the next change."""
+        changed = asyncio.Event()
+        self.wait(changed.set)
+        await changed.wait()
 
     def _store(self, item: CachedObject, header: ObjectHeader) -> None:
         location = item.location

@@ -72,6 +72,9 @@ class _SubgroupInlet(Inlet):
     def marker(self, event: EndOfRange) -> None:
         raise AssertionError("no End of Range on a subgroup stream")
 
+    async def room(self) -> None:
+        return  # What is live does not wait: the cache throws out what is old.
+
     def end(self, code: int | None) -> None:
         last = self._last
         if code is None and last is not None and last.status is ObjectStatus.NORMAL:
@@ -97,16 +100,26 @@ class _SubgroupInlet(Inlet):
 class _FetchInlet(Inlet):
     """Brings a fetch stream into the Track: Objects, and what lies between them."""
 
-    def __init__(self, track: CachedTrack, hole: Hole, order: GroupOrder) -> None:
+    def __init__(
+        self,
+        track: CachedTrack,
+        hole: Hole,
+        order: GroupOrder,
+        asked: tuple[Location, Location],
+        limit: int,
+    ) -> None:
         self.last: Location | None = None
         self.heard = 0
+        self.waiting = False
+        self._asked = asked
+        self._limit = limit
         self._track = track
         self._hole = hole
         self._order = order
         self._writer: Writer | None = None
 
     def object(self, header: ObjectHeader) -> Callable[[memoryview], None] | None:
-        self._writer = self._track.begin(header, live=False, after=None)
+        self._writer = self._track.begin(header, live=False, hole=self._hole)
         for start, end in self._passed(header.location):
             self._track.learn(start, end)
         if self._writer is None:
@@ -126,6 +139,12 @@ class _FetchInlet(Inlet):
             else:
                 self._hole.unknown.add(start, end)
 
+    async def room(self) -> None:
+        self.waiting = True
+        while self._hole.ahead > self._limit:
+            await self._track.changes()
+        self.waiting = False
+
     def end(self, code: int | None) -> None:
         self._abandon()
 
@@ -139,7 +158,7 @@ class _FetchInlet(Inlet):
     def _passed(self, location: Location) -> Iterator[tuple[Location, Location]]:
         self.heard += 1
         last, self.last = self.last, location
-        return ranges(self._order, self._hole.start, self._hole.end, last, location)
+        return ranges(self._order, *self._asked, last, location)
 
 
 class Feed:
@@ -367,9 +386,8 @@ class Feed:
             while (gap := track.live_gap()) is not None and track.watched:
                 hole = self._fill(track, *gap, GroupOrder.ASCENDING)
                 while not hole.done:
-                    changed = asyncio.Event()
-                    track.wait(changed.set)
-                    await changed.wait()
+                    hole.ahead = 0  # They are used when all is here.
+                    await track.changes()
                 if gap[0] in hole.unknown:
                     break
         finally:
@@ -397,19 +415,21 @@ class Feed:
 
         def ended(_: asyncio.Task[None]) -> None:
             del self._holes[hole]
-            for low, high in _gaps(track, hole.start, hole.end):
-                hole.unknown.add(low, high)
             hole.done = True
             track.wake()
+            if not self._relay.closed:
+                asyncio.get_running_loop().call_later(self._relay.stall, track.release, hole)
 
         task.add_done_callback(ended)
         return hole
 
     async def _fetch(self, hole: Hole, order: GroupOrder) -> None:
         tried: set[Session] = set()
-        while len(tried) < ATTEMPTS and next(_gaps(self.track, hole.start, hole.end), None) is not None:
-            session = await self._relay.publisher(self.name, tried)
+        while next(_gaps(self.track, hole.start, hole.end), None) is not None:
+            session = await self._relay.publisher(self.name, tried) if len(tried) < ATTEMPTS else None
             if session is None:
+                for low, high in _gaps(self.track, hole.start, hole.end):
+                    hole.unknown.add(low, high)
                 return
             tried.add(session)
             try:
@@ -434,8 +454,7 @@ class Feed:
         start, end = (low, hole.end) if order is GroupOrder.ASCENDING else (hole.start, hole.end)
         if high == hole.end:
             start = low
-        part = Hole(start, end, unknown=hole.unknown)
-        inlet = _FetchInlet(track, part, order)
+        inlet = _FetchInlet(track, hole, order, (start, end), self._relay.read_ahead)
         # With an End Object, so that End Location tells how far the answer reaches (moqt 25 #7).
         location_filter = LocationFilter.absolute_range(start, end)
         async with await session.fetch(
@@ -445,6 +464,8 @@ class Feed:
             try:
                 heard = -1
                 while not reading.done():
+                    if inlet.heard == heard and inlet.waiting:
+                        return  # Nobody wants the rest now.
                     if inlet.heard == heard:
                         raise TimeoutError(f"nothing came for {self._relay.stall:g} s")
                     heard = inlet.heard
@@ -454,9 +475,11 @@ class Feed:
                 reading.cancel()
             assert fetch.end is not None
             # moqt 10: with FIN, what was not sent up to End Location does not exist.
+            reached = fetch.end.end
             for low, high in ranges(order, start, end, inlet.last, None):
-                for first, last in _without(hole.unknown, low, min(high, fetch.end.end)):
+                for first, last in _without(hole.unknown, low, min(high, reached)):
                     track.learn(first, last)
+                hole.unknown.add(max(low, successor(reached)), high)
 
 
 async def _to_the_end(fetch: FetchStream) -> None:

@@ -21,6 +21,9 @@ __all__ = ["Relay"]
 logger = logging.getLogger(__name__)
 
 CACHE_BYTES = 2 << 30
+READ_AHEAD = 16 << 20
+"""Bytes that a fetch may bring before somebody has sent what it brought."""
+
 OVERLAP_PAUSE = 0.5
 """Seconds until a prefix that overlapped with one just given up is asked for again."""
 
@@ -71,6 +74,7 @@ class Relay:
         self.grace = grace
         self.upstream_wait = upstream_wait
         self.stall = stall
+        self.read_ahead = min(READ_AHEAD, cache_bytes // 16)
         self.tracks: Tracks = _Face(self, upward=False)
         self.upward: Tracks = _Face(self, upward=True)
         self.feeds: dict[FullTrackName, Feed] = {}

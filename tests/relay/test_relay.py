@@ -8,7 +8,7 @@ import pytest
 
 from moqt import Track
 from tests.moqt.scene import check_exactly_once, collect, filled, make_track, objects, piece
-from tests.relay.scene import join, network
+from tests.relay.network import join, network
 
 pytestmark = pytest.mark.virtual
 

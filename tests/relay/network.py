@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from moqt import Fill, FullTrackName, Limits, Location, LocationFilter, Session, Subscription, Track, Tracks
+from moqt import Fill, FullTrackName, Limits, LocationFilter, Session, Subscription, Track, Tracks
 from moqt.errors import DoneCode
 from moqt.quic.memory import Link, pair
 from moqt.relay import Relay
 from moqt.relay.cache import CachedTrack
 from tests.moqt.scene import EVERYTHING, NAMESPACE
 
-__all__ = ["Network", "join", "network"]
+__all__ = ["Network", "join", "network", "until"]
 
 
 @dataclass(slots=True)
 class Network:
-    """`tracks` are the publisher's; `sessions` are subscribers at the last relay. `links` go from the publisher
-    to the first relay, from relay to relay, and to the subscribers.
+    """`tracks` are the publisher's; `sessions` are subscribers at the last relay. `links` go from the
+    publisher to the first relay, from relay to relay, and to the subscribers.
     """
 
     tracks: Tracks
@@ -115,6 +115,10 @@ async def join(session: Session, name: FullTrackName, **more: Any) -> Subscripti
     return await session.subscribe(name, **options)
 
 
-def place(group: int, object_id: int) -> Location:
-    """A Location."""
-    return Location(group, object_id)
+async def until(condition: Callable[[], bool]) -> None:
+    """Let virtual time pass until something is so; at most a minute."""
+    for _ in range(60_000):
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("it did not come to that within a virtual minute")
