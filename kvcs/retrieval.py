@@ -14,7 +14,7 @@ from kvcs.manifest import SegmentEntry
 from kvcs.names import DataTrack
 from kvcs.progress import ATTEMPTS, LEAST_PAUSE, Progress, insist
 from kvcs.source import Source
-from moqt.errors import DeadlineExceeded, DoneCode, MoqtError, RequestCode, RequestRejected
+from moqt.errors import DoneCode, MoqtError, RequestCode, RequestRejected
 from moqt.filters import Location, LocationFilter, RangeFilter, RangeKind
 from moqt.subscribing import FetchStream, Fill, ReceivedObject, StreamEnd
 from moqt.wire import ObjectStatus
@@ -27,7 +27,7 @@ SETTLE: Final = 1.0
 """Seconds without an Object, once the end of a track is known, after which what is missing is fetched."""
 
 SILENCE: Final = 2.0
-"""Seconds in which a fill or a fetch must bring something, or it is taken for broken."""
+"""Seconds in which a fill must bring something; else what it should bring is fetched."""
 
 PARALLEL_FETCHES: Final = 2
 """Fetches of one track at a time: one for what is long, one for what an earlier layer waits for."""
@@ -130,8 +130,9 @@ class _TrackRetrieval:
             ended = False
             behind: deque[tuple[float, Location]] = deque()
             while assembly.needs(self._track):
-                # A stream that is reset before its header has come leaves no trace. So a fill that says
-                # nothing counts as broken, and so does the stream of a Group when a later one has ended.
+                # A stream that is reset before its header has come leaves no trace, and a peer may never
+                # begin one. So a fill that says nothing counts as broken, and so does the stream of a Group
+                # when a later one has ended.
                 if filling and self._now() >= last_of_fill + SILENCE and largest is not None:
                     filling = False
                     self.fetch(start, largest)
@@ -190,16 +191,11 @@ class _TrackRetrieval:
                 self._name, filter=location_filter, range_filters=range_filters
             ) as fetch:
                 discarded = await self._take_all(fetch)
-            if growing and fetch.end is not None and not fetch.end.end_of_track:
-                last = min(last, fetch.end.end)  # What follows is not published yet: it comes live.
             self._failed(first, last, lacking, but=discarded)
-        except DeadlineExceeded as silence:
-            # The stream may have broken off before its header came; or nothing comes, and then patience ends.
-            self._progress.note(silence)
         except RequestRejected as rejection:
             if rejection.code == RequestCode.INVALID_RANGE:
                 if growing:
-                    return  # Nothing of it is published yet.
+                    return  # Nothing of it is published yet: it comes live.
                 self._failed(first, last, lacking, times=ATTEMPTS)
             elif rejection.retry_after is None:
                 self._failed(first, last, rejection, times=ATTEMPTS)
@@ -215,28 +211,15 @@ class _TrackRetrieval:
         self.fetch(first, last)
 
     async def _take_all(self, fetch: FetchStream) -> set[Location]:
-        """Take what a fetch brings, to its end; which Objects were discarded.
-
-        Raises DeadlineExceeded when it brings nothing at all, although nothing else comes either.
-        """
+        """Take what a fetch brings, to its end; which Objects were discarded."""
         discarded: set[Location] = set()
-        heard = False
-        while True:
-            try:
-                async with asyncio.timeout(None if heard else SILENCE):
-                    item = await anext(fetch)
-            except TimeoutError:
-                if self._now() >= self._progress.last + SILENCE:
-                    raise DeadlineExceeded("what was fetched", SILENCE) from None
-                continue
-            except StopAsyncIteration:
-                return discarded
-            heard = True
+        async for item in fetch:
             if isinstance(item, ReceivedObject):
                 placed = self._placed
                 if not self._take(item):
                     discarded.add(item.location)
                 self._fetched += self._placed - placed
+        return discarded
 
     def _failed(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from moqt.errors import (
@@ -27,7 +27,7 @@ from moqt.wire import Goaway, Message, Parameters, Request, RequestError, Reques
 if TYPE_CHECKING:
     from moqt.session import Session
 
-__all__ = ["OwnRequest", "ask", "rejected", "session_error"]
+__all__ = ["OwnRequest", "ask", "in_time", "rejected", "session_error"]
 
 
 class OwnRequest:
@@ -93,7 +93,7 @@ class OwnRequest:
             await self.request.send(RequestUpdate(request_id, parameters))
         except ConnectionClosed as closed:
             raise session_error(closed) from None
-        return await self.session.in_time(future, "the reply to a REQUEST_UPDATE")
+        return await in_time(future, "the reply to a REQUEST_UPDATE", self.session.limits.reply_deadline)
 
     def _end_updates(self, error: Exception) -> None:
         """No update is answered any more."""
@@ -119,6 +119,18 @@ class OwnRequest:
 
 
 R = TypeVar("R", bound=OwnRequest)
+T = TypeVar("T")
+
+
+async def in_time(awaitable: Awaitable[T], what: str, seconds: float) -> T:
+    """Await, `seconds` at most. Raises DeadlineExceeded for `what`."""
+    try:
+        async with asyncio.timeout(seconds) as scope:
+            return await awaitable
+    except TimeoutError:
+        if scope.expired():
+            raise DeadlineExceeded(what, seconds) from None
+        raise
 
 
 async def ask(

@@ -130,6 +130,7 @@ class Delivery(TrackWatcher):
             self._scheduler.push(current.outgoing, fin=True)
         elif code is not None:
             self._reset((group, subgroup), code)
+        self._refused.discard((group, subgroup))  # Nothing more comes of it.
 
     def on_removed(self, code: DoneCode) -> None:
         """End the subscription with PUBLISH_DONE `code`, once its streams are closed."""

@@ -261,6 +261,8 @@ class Subscription(Reception):
 
     def _stream_ended(self, header: Header, code: int | None) -> None:
         self._streams_ended += 1
+        if isinstance(header, FetchHeader):
+            del self._fills[header.request_id]
         super()._stream_ended(header, code)
 
     def _note_end(self, header: SubgroupHeader, last: ObjectHeader) -> None:

@@ -194,13 +194,14 @@ class Wiretap:
     """Sees what goes over a link, and can change it: `change` gets each piece before it is sent and returns
     what is sent instead, or None to break the stream off there, as a reset by its sender would, which leaves
     `reset_after` seconds later; `delay` says for how many seconds a piece is held back, and all that follows
-    in its stream.
+    in its stream; `mute` says which pieces never arrive, though their sender is told so.
     """
 
     def __init__(self, link: Link) -> None:
         self.pieces: list[Piece] = []
         self.change: Callable[[Piece], Piece | None] | None = None
         self.delay: Callable[[Piece], float] | None = None
+        self.mute: Callable[[Piece], bool] | None = None
         self.reset_after = 0.0
         self._link = link
         self._broken: set[tuple[bool, int]] = set()
@@ -214,7 +215,7 @@ class Wiretap:
         assert piece is not None
         key = (piece.from_client, stream_id)
         self.pieces.append(piece)
-        if key in self._broken:
+        if key in self._broken or (self.mute is not None and self.mute(piece)):
             self._swallow(sender, stream_id, data, fin)
             return
         if self.change is not None:

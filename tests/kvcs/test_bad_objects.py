@@ -32,6 +32,7 @@ from tests.kvcs.stage import (
     check_layer,
     check_layers,
     collect,
+    descriptor,
     make_cache,
     now,
     put_layers,
@@ -209,6 +210,32 @@ async def test_an_object_that_is_right_the_next_time(live: bool) -> None:
     counts = taps[0].data_objects(from_client=False)
     assert counts.pop(("v", 2, 1)) in (2, 3)
     assert set(counts.values()) == {1}
+
+
+async def test_a_bad_object_does_not_wait_for_the_end_of_a_long_fetch() -> None:
+    """It is fetched again beside it, since its layer is due."""
+    model = descriptor(layers=16, kv_heads=8, head_dim=64, block_tokens=16)
+    tokens = list(range(64))
+    cache = make_cache(model, len(tokens))
+    times = []
+    async with stage(latency=0.05, window=16 * 1024, chunk=1200) as scene:
+        publication = scene.publisher(model).publish(tokens)
+        good: list[bytes] = []
+
+        def once(payload: bytearray) -> bytes:
+            good.append(bytes(payload))
+            return bytes(flip(payload))
+
+        forge(publication, once, ("k.raw.s0", 1, 0))
+        await put_layers(publication.segment, cache)
+        async with await scene.subscriber(model).receive(tokens) as reception:
+            async for layer in reception:
+                check_layer(layer, cache, model)
+                times.append(now())
+                if layer.layer == 0:
+                    swap(publication, "k.raw.s0", 1, 0, good[0])
+            assert reception.rejected == 1
+    assert times[1] - times[0] < (times[-1] - times[0]) / 3
 
 
 @pytest.mark.requirement("R4c")

@@ -98,7 +98,7 @@ async def receive(scene: Stage, times: list[float]) -> list[Layer]:
 
 @pytest.mark.parametrize("after", [0, 4])
 async def test_a_fill_that_breaks_off(after: int) -> None:
-    """Before its header has come, so that nobody is told, or behind it."""
+    """Before its header has come, so that it may have been any stream, or behind it."""
     broken: list[Piece] = []
     times: list[float] = []
     async with stage(tap=breaking(Streams().is_fill_of_data, after, broken)) as scene:
@@ -111,6 +111,22 @@ async def test_a_fill_that_breaks_off(after: int) -> None:
         check_layers(await task, CACHE, MODEL)
     assert len(broken) == 1
     assert times[0] < (SILENCE + 2 * INTERVAL if after == 0 else 0.4)
+
+
+async def test_a_fill_that_never_begins() -> None:
+    """As of a peer that has none for us: then what it should bring is fetched."""
+    times: list[float] = []
+    taps: list[Wiretap] = []
+    async with stage(tap=lambda link: taps.append(Wiretap(link))) as scene:
+        taps[0].mute = Streams().is_fill_of_data
+        segment = scene.publisher(MODEL).publish(TOKENS).segment
+        await put_layers(segment, CACHE, last=1)
+        task = asyncio.create_task(receive(scene, times))
+        for layer in range(2, LAYERS):
+            await asyncio.sleep(INTERVAL)
+            await put_layers(segment, CACHE, first=layer, last=layer)
+        check_layers(await task, CACHE, MODEL)
+    assert SILENCE < times[0] < SILENCE + 2 * INTERVAL
 
 
 @pytest.mark.parametrize("after", [0, 4])

@@ -254,7 +254,6 @@ def finish(ends: Ends, *names: FullTrackName) -> None:
         ends.tracks.remove(name, DoneCode.TRACK_ENDED)
 
 
-@pytest.mark.requirement("R6e")
 async def test_64_groups_at_once_go_in_order() -> None:
     """Group 0 is complete before Group 8 begins, though all were published in one go."""
     async with sessions(window=128 * 1024) as ends:

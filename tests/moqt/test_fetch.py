@@ -143,7 +143,6 @@ def by_object(*ranges: tuple[int, int | None]) -> tuple[RangeFilter, ...]:
     return (RangeFilter(RangeKind.OBJECTID, ranges),)
 
 
-@pytest.mark.requirement("R7.3b")
 async def test_the_first_objects_of_each_group() -> None:
     async with sessions(track=old_track()) as ends:
         assert ends.subscriber.peer_setup.max_filter_ranges > 0

@@ -58,7 +58,6 @@ async def events(watch: NamespaceWatch, count: int) -> list[tuple[TrackNamespace
 # SUBSCRIBE_NAMESPACE.
 
 
-@pytest.mark.requirement("R7.1a")
 @pytest.mark.parametrize("publisher_dials", [True, False])
 async def test_namespaces_that_are_there_and_that_come_and_go(publisher_dials: bool) -> None:
     async with sessions(publisher_dials=publisher_dials) as ends:
@@ -267,7 +266,6 @@ async def test_namespaces_that_come_and_go_do_not_add_up() -> None:
 # PUBLISH_NAMESPACE.
 
 
-@pytest.mark.requirement("R6a")
 @pytest.mark.parametrize("publisher_dials", [True, False])
 async def test_announced_and_withdrawn_by_itself(publisher_dials: bool) -> None:
     async with sessions(publisher_dials=publisher_dials, announce=True) as ends:

@@ -20,7 +20,7 @@ from moqt.filters import Location, LocationFilter
 from moqt.limits import Limits
 from moqt.quic.memory import pair
 from moqt.session import Session
-from moqt.subscribing import FetchStream, Item, Subscription
+from moqt.subscribing import FetchStream, Item, NamespaceWatch, Subscription
 from moqt.track import Track, Tracks
 from moqt.wire import (
     FetchEncoder,
@@ -28,6 +28,7 @@ from moqt.wire import (
     Message,
     PublishDone,
     PublishNamespace,
+    RequestOk,
     Subscribe,
     SubscribeNamespace,
     SubscribeOk,
@@ -383,3 +384,28 @@ async def test_a_request_of_the_peer_ends_with_the_connection(message: Message) 
         assert not session.peer_namespaces
         assert not session.tracks._watchers
         assert not next(iter(session.tracks))._watchers
+
+
+@pytest.mark.parametrize("turns", range(8))
+@pytest.mark.parametrize("kind", ["subscribe", "fetch", "subscribe_namespace"])
+async def test_the_reply_comes_with_the_end(kind: str, turns: int) -> None:
+    """Whoever asked is told of the end, by the request or by what it gave."""
+    async with hostile() as (session, peer):
+        asking = asyncio.ensure_future(REQUESTS[kind](session))
+        talk, request = await peer.request()
+        replies: dict[str, Message] = {"subscribe": SubscribeOk(1), "fetch": FetchOk(False, Location(0, 0))}
+        await talk.say(replies.get(kind, RequestOk()))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        peer.connection.close(7, "bye")
+        assert request is not None
+        with pytest.raises(SessionClosed):
+            await use(await asking)
+        await asyncio.sleep(0.1)
+        assert set(tables_of(session).values()) == {0}
+
+
+async def use(made: object) -> None:
+    assert isinstance(made, Subscription | FetchStream | NamespaceWatch)
+    async for _ in made:
+        pass

@@ -193,6 +193,19 @@ async def test_the_subscriber_fins_when_it_has_all() -> None:
         assert len(await collect(subscription)) == 2
 
 
+async def test_only_the_first_end_counts() -> None:
+    async with sessions(window=4096) as ends:
+        subscription = await ends.subscriber.subscribe(NAME)
+        ends.track.append(0, 0, bytes(100_000))
+        ends.track.end_group(0, 1)
+        ends.tracks.remove(NAME, DoneCode.TRACK_ENDED)
+        finishing = asyncio.ensure_future(ends.publisher.finish(DoneCode.GOING_AWAY, deadline=5))
+        assert len(objects_of(await collect(subscription))) == 1
+        assert subscription.done == PublishDone(DoneCode.TRACK_ENDED, 1, "")
+        await finishing
+        assert not ends.publisher.closed
+
+
 @pytest.mark.parametrize(
     ("code", "reset"),
     [
@@ -390,11 +403,15 @@ async def test_a_subgroup_that_the_subscriber_stopped() -> None:
         headers = [await header_of(stream) for stream in streams]
         streams[[header.subgroup for header in headers].index(0)].stop(ResetCode.CANCELLED)
         await asyncio.sleep(0.1)
-        publish(track, (0, 2), subgroup=0)
-        publish(track, (0, 3), subgroup=1)
         publish(track, (1, 0), subgroup=0)
         [stream] = await data_streams(peer, 1)
         assert (await header_of(stream)).group == 1
+        track.end_group(1, 1)
+        publish(track, (0, 2), subgroup=0)
+        publish(track, (0, 3), subgroup=1)
+        publish(track, (2, 0), subgroup=0)
+        [stream] = await data_streams(peer, 1)
+        assert (await header_of(stream)).group == 2
         await talk.say(RequestUpdate(peer.id(), Parameters(forward=False)))
         await talk.say(RequestUpdate(peer.id(), Parameters(forward=True)))
         assert [type(await talk.next()) for _ in range(2)] == [RequestOk, RequestOk]
