@@ -56,6 +56,7 @@ class Publishing:
         """Those of the SUBSCRIBE_NAMESPACEs that are served."""
         self._next_alias = 0
         self._fetches = 0
+        self._fetching: set[asyncio.Task[None]] = set()
         self._subscriptions: dict[Delivery, asyncio.Task[None]] = {}
 
     async def subscribe(self, stream: RequestStream, message: Subscribe) -> None:
@@ -105,12 +106,16 @@ class Publishing:
             )
         parameters = message.parameters
         check_range_filters(parameters.range_filters, limit=limits.max_filter_ranges)
+        task: asyncio.Task[None] | None = asyncio.current_task()
+        assert task is not None
         self._fetches += 1
+        self._fetching.add(task)
         try:
             track = await self._find(stream, message.track, parameters)
             await self._fetch(stream, message, track)
         finally:
             self._fetches -= 1
+            self._fetching.discard(task)
 
     async def _fetch(self, stream: RequestStream, message: Fetch, track: Track) -> None:
         parameters = message.parameters
@@ -211,12 +216,12 @@ class Publishing:
 
     async def finish(self, code: DoneCode) -> None:
         """End all subscriptions of this session with PUBLISH_DONE, and wait until each subscriber has left:
-        it does when it has seen all.
+        it does when it has seen all. Fetches run to their end.
         """
         for delivery in self._subscriptions:
             delivery.on_removed(code)
-        if self._subscriptions:
-            await asyncio.wait(self._subscriptions.values())
+        if self._subscriptions or self._fetching:
+            await asyncio.wait({*self._subscriptions.values(), *self._fetching})
 
     async def _find(self, stream: RequestStream, name: FullTrackName, parameters: Parameters) -> Track:
         """The Track that is asked for. Raises RequestRefused, StreamStopped when the requester leaves."""

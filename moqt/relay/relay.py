@@ -120,6 +120,7 @@ class Relay:
             yield
         finally:
             task = self._upstreams.pop(session)
+            self.reconnecting = not self._upstreams
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
