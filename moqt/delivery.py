@@ -5,12 +5,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moqt.errors import DoneCode, RequestCode, RequestRefused, ResetCode, StreamStopped
+from moqt.fetching import LAST, Puller, passes, seconds_of
 from moqt.filters import (
     MAX_VARINT,
     GroupOrder,
@@ -18,14 +18,12 @@ from moqt.filters import (
     LocationFilter,
     RangeFilter,
     check_range_filters,
-    matches,
 )
 from moqt.quic.api import Buffer
 from moqt.requests import RequestStream
 from moqt.scheduler import Outgoing, Urgency
 from moqt.track import StoredObject, Track, TrackWatcher
 from moqt.wire import (
-    FetchEncoder,
     ObjectStatus,
     Parameters,
     PublishDone,
@@ -33,53 +31,19 @@ from moqt.wire import (
     SubgroupEncoder,
     SubgroupHeader,
     Subscribe,
-    decode_properties,
 )
 
 if TYPE_CHECKING:
     from moqt.session import Session
 
-__all__ = ["DEFAULT_PRIORITY", "LAST", "Delivery", "fetch_source", "rank"]
+__all__ = ["DEFAULT_PRIORITY", "LAST", "Delivery", "rank"]
 
 DEFAULT_PRIORITY = 128
-LAST = Location(MAX_VARINT, MAX_VARINT)
 
 
 def rank(order: GroupOrder, group: int) -> int:
     """Where a Group stands among others of the same priorities: lower goes first (moqt 14 step 3)."""
     return group if order is GroupOrder.ASCENDING else MAX_VARINT - group
-
-
-def fetch_source(
-    request_id: int,
-    order: GroupOrder,
-    items: Iterable[StoredObject],
-    filters: tuple[RangeFilter, ...],
-    urgency: Callable[[StoredObject], Urgency],
-) -> Iterator[tuple[Urgency | None, tuple[Buffer, ...]]]:
-    """The bytes of a fetch or fill stream, Object by Object (moqt 12.4)."""
-    encoder = FetchEncoder(request_id, order)
-    yield None, (encoder.header(),)
-    for item in items:
-        if _passes(item, filters):
-            header = encoder.object(
-                item.location,
-                item.size,
-                subgroup=item.subgroup,
-                priority=item.priority,
-                properties=item.properties,
-            )
-            yield urgency(item), (header, *item.payload)
-
-
-def _passes(item: StoredObject, filters: tuple[RangeFilter, ...]) -> bool:
-    return not filters or matches(
-        filters,
-        subgroup=item.subgroup,
-        object_id=item.location.object,
-        priority=item.priority,
-        properties=decode_properties(item.properties),
-    )
 
 
 @dataclass(slots=True)
@@ -89,6 +53,7 @@ class _Subgroup:
     outgoing: Outgoing
     encoder: SubgroupEncoder
     version: int
+    last: StoredObject | None = None
 
 
 class Delivery(TrackWatcher):
@@ -129,10 +94,13 @@ class Delivery(TrackWatcher):
 
     def on_object(self, item: StoredObject) -> None:
         """Send what the peer has asked for."""
-        group = item.location.group
-        key = (group, item.subgroup)
-        wanted = self._start <= item.location <= self._end and _passes(item, self._range_filters)
+        key = (item.location.group, item.subgroup)
+        wanted = self._start <= item.location <= self._end and passes(item, self._range_filters)
         if wanted and self._forward and key not in self._refused:
+            open_stream = self._subgroups.get(key)
+            last = open_stream.last if open_stream else None
+            if last is not None and not self.track.follows(last.location.object, item):
+                self._reset(key, ResetCode.CANCELLED)  # moqt 12.6
             self._send(key, item)
         elif (
             item.status is ObjectStatus.NORMAL
@@ -142,8 +110,27 @@ class Delivery(TrackWatcher):
             # moqt 12.6: a stream from which an Object was left out by a pause, or by a range that was
             # narrowed, must not end with FIN.
             self._reset(key, ResetCode.CANCELLED)
-        if item.status is not ObjectStatus.NORMAL:
-            self._end_group(group)
+
+    def on_piece(self, item: StoredObject, data: Buffer) -> None:
+        """Pass on what has come, at once (cut-through)."""
+        subgroup = self._subgroups.get((item.location.group, item.subgroup))
+        if subgroup is not None and subgroup.last is item:
+            self._push(subgroup, item, data)
+
+    def on_failed(self, item: StoredObject, code: int) -> None:
+        """A stream that is inside an Object can't go on without the rest."""
+        key = (item.location.group, item.subgroup)
+        if key in self._subgroups and self._subgroups[key].last is item:
+            self._reset(key, code)
+
+    def on_subgroup_end(self, group: int, subgroup: int, code: int | None) -> None:
+        """FIN when all of the Subgroup was passed on, else a reset (moqt 12.6)."""
+        current = self._subgroups.get((group, subgroup))
+        if current is not None and code is None:
+            self._scheduler.push(current.outgoing, fin=True)
+        elif code is not None:
+            self._reset((group, subgroup), code)
+        self._refused.discard((group, subgroup))  # Nothing more comes of it.
 
     def on_removed(self, code: DoneCode) -> None:
         """End the subscription with PUBLISH_DONE `code`, once its streams are closed."""
@@ -156,7 +143,13 @@ class Delivery(TrackWatcher):
         header = subgroup.encoder.object(
             item.location.object, item.size, status=item.status, properties=item.properties
         )
-        self._scheduler.push(subgroup.outgoing, header, *item.payload)
+        subgroup.last = item
+        self._push(subgroup, item, header, *item.since(0))
+
+    def _push(self, subgroup: _Subgroup, item: StoredObject, *pieces: Buffer) -> None:
+        self._scheduler.push(subgroup.outgoing, *pieces)
+        if not self.track.authoritative and not subgroup.outgoing.ended:
+            subgroup.outgoing.hold(item)
 
     def _open(self, key: tuple[int, int], item: StoredObject) -> _Subgroup:
         header = SubgroupHeader(
@@ -182,17 +175,10 @@ class Delivery(TrackWatcher):
         12.2).
         """
         return (
-            self.track.one_subgroup
+            self.track.ends_group(item)
             and not self._range_filters
             and self._end >= Location(item.location.group, MAX_VARINT)
-            and item.status is not ObjectStatus.END_OF_TRACK
         )
-
-    def _end_group(self, group: int) -> None:
-        for key, subgroup in list(self._subgroups.items()):
-            if key[0] == group:
-                self._scheduler.push(subgroup.outgoing, fin=True)
-        self._refused = {key for key in self._refused if key[0] != group}
 
     def _subgroup_ended(self, key: tuple[int, int], outgoing: Outgoing, code: int | None) -> None:
         current = self._subgroups.get(key)
@@ -209,7 +195,7 @@ class Delivery(TrackWatcher):
         if not self._sending:
             self._drained.set()
 
-    def _reset(self, key: tuple[int, int], code: ResetCode) -> None:
+    def _reset(self, key: tuple[int, int], code: int) -> None:
         current = self._subgroups.pop(key, None)
         if current is not None:
             self._scheduler.reset(current.outgoing, code)
@@ -242,14 +228,18 @@ class Delivery(TrackWatcher):
             place = rank(order, item.location.group) if order is self._order else MAX_VARINT + 1
             return priority, item.priority, place, 0
 
-        source = fetch_source(
-            request_id,
+        puller = Puller(
+            self.track,
+            start,
+            end,
             order,
-            self.track.objects(start, end, order),
             _merged(self._range_filters, parameters.range_filters),
             urgency,
+            patience=seconds_of(parameters.fill_timeout),
         )
-        outgoing = Outgoing((priority, 0, 0, 0), source=source, on_end=lambda _code: self._ended(outgoing))
+        outgoing = puller.outgoing(
+            self._scheduler, request_id, (priority, 0, 0, 0), lambda _code: self._ended(outgoing)
+        )
         self._fills.add(outgoing)
         self._sending.add(outgoing)
         self._scheduler.start(outgoing)

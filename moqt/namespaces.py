@@ -193,6 +193,8 @@ async def take_namespace(session: Session, stream: RequestStream, message: Publi
     over = asyncio.Event()
     known = session.peer_namespaces
     known[message.namespace] = known.get(message.namespace, 0) + 1
+    if known[message.namespace] == 1:
+        session.tracks.offered(session, message.namespace, True)
     try:
         await stream.send(RequestOk())
         # FIN is no withdrawal (moqt 3.4): the namespace stays until the stream is cancelled or the session
@@ -202,6 +204,7 @@ async def take_namespace(session: Session, stream: RequestStream, message: Publi
         known[message.namespace] -= 1
         if not known[message.namespace]:
             del known[message.namespace]
+            session.tracks.offered(session, message.namespace, False)
 
 
 async def serve_namespaces(session: Session, stream: RequestStream, message: SubscribeNamespace) -> None:
@@ -239,6 +242,7 @@ class _NamespaceFeed:
         over = asyncio.Event()
         changed = _watched(self._session)
         teller = None
+        self._session.tracks.wanted(self._session, self._prefix, True)
         try:
             await self._stream.send(RequestOk())
             teller = self._session.spawn(self._tell(changed), "NAMESPACE")
@@ -247,6 +251,7 @@ class _NamespaceFeed:
             )
         finally:
             self._session.tracks.unwatch(changed.on_change)
+            self._session.tracks.wanted(self._session, self._prefix, False)
             self._session.publishing.prefixes.remove(self._prefix)
             if teller is not None:
                 teller.cancel()
@@ -256,6 +261,8 @@ class _NamespaceFeed:
             wanted = message.parameters.prefix
             if wanted is not None and wanted != self._prefix:
                 self._claim(wanted, instead_of=self._prefix)
+                self._session.tracks.wanted(self._session, wanted, True)
+                self._session.tracks.wanted(self._session, self._prefix, False)
                 self._prefix = wanted
                 self._sent.clear()
                 changed.set()

@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
-from moqt.delivery import DEFAULT_PRIORITY, LAST, Delivery, fetch_source, rank
+from moqt.delivery import DEFAULT_PRIORITY, Delivery, rank
 from moqt.errors import DoneCode, RequestCode, RequestRefused, ResetCode, StreamReset, StreamStopped
+from moqt.fetching import LAST, Puller, seconds_of, successor
 from moqt.filters import FilterType, GroupOrder, Location, LocationFilter, check_range_filters
 from moqt.names import FullTrackName, TrackNamespace
 from moqt.namespaces import serve_namespaces
 from moqt.requests import RequestStream
-from moqt.scheduler import Outgoing, Urgency
+from moqt.scheduler import Urgency
 from moqt.track import StoredObject, Track
 from moqt.wire import (
     Fetch,
@@ -55,16 +56,17 @@ class Publishing:
         """Those of the SUBSCRIBE_NAMESPACEs that are served."""
         self._next_alias = 0
         self._fetches = 0
+        self._fetching: set[asyncio.Task[None]] = set()
         self._subscriptions: dict[Delivery, asyncio.Task[None]] = {}
 
     async def subscribe(self, stream: RequestStream, message: Subscribe) -> None:
         """Serve a SUBSCRIBE. Raises RequestRefused before the reply."""
         parameters = message.parameters
-        track = self._track(message.track)
         limit = self.session.limits.max_filter_ranges
         check_range_filters(parameters.range_filters, limit=limit)
         if parameters.fill is not None:
             check_range_filters(parameters.fill.range_filters, limit=limit)
+        track = await self._find(stream, message.track, parameters)
         delivery = Delivery(self.session, stream, message, track, self._next_alias)
         self._next_alias += 1
         # moqt 7.3: one snapshot of the Largest Object for the reply, the end of the fill and the start of the
@@ -103,8 +105,20 @@ class Publishing:
                 RequestCode.EXCESSIVE_LOAD, f"{limits.max_fetches} fetches are running already"
             )
         parameters = message.parameters
-        track = self._track(message.track)
         check_range_filters(parameters.range_filters, limit=limits.max_filter_ranges)
+        task: asyncio.Task[None] | None = asyncio.current_task()
+        assert task is not None
+        self._fetches += 1
+        self._fetching.add(task)
+        try:
+            track = await self._find(stream, message.track, parameters)
+            await self._fetch(stream, message, track)
+        finally:
+            self._fetches -= 1
+            self._fetching.discard(task)
+
+    async def _fetch(self, stream: RequestStream, message: Fetch, track: Track) -> None:
+        parameters = message.parameters
         location_filter = parameters.location_filter or LocationFilter.none()
         start, end = _fetch_range(track, location_filter)
         order = parameters.group_order or GroupOrder.ASCENDING
@@ -116,19 +130,17 @@ class Publishing:
             return priority, item.priority, rank(order, item.location.group), 0
 
         over = asyncio.Event()
-        source = fetch_source(
-            message.request_id, order, track.objects(start, end, order), parameters.range_filters, urgency
+        puller = Puller(
+            track,
+            start,
+            end,
+            order,
+            parameters.range_filters,
+            urgency,
+            patience=seconds_of(parameters.fill_timeout),
         )
-        outgoing = Outgoing((priority, 0, 0, 0), source=source, on_end=lambda _code: over.set())
-        # moqt 25 #7: without an End Object in the filter, the last Object that is covered.
-        told = end
-        if location_filter.type is not FilterType.ABSOLUTE_RANGE:
-            told = track.last_in(start, end) or start
-        reply = FetchOk(
-            track.ended is not None and told == track.largest,
-            told,
-            Parameters(),
-            _properties(track, parameters),
+        outgoing = puller.outgoing(
+            self.session.scheduler, message.request_id, (priority, 0, 0, 0), lambda _code: over.set()
         )
 
         async def update(message: RequestUpdate) -> None:
@@ -138,18 +150,26 @@ class Publishing:
                 self.session.scheduler.reprioritise(outgoing, (priority, *outgoing.urgency[1:]))
             await stream.send(RequestOk())
 
-        self._fetches += 1
         self.session.scheduler.start(outgoing)
         try:
+            # moqt 25 #7: without an End Object in the filter, the last Object that is covered.
+            told = end
+            if location_filter.type is not FilterType.ABSOLUTE_RANGE:
+                told = await _last_in(track, start, end)
+            reply = FetchOk(
+                track.ended is not None and told == track.largest,
+                told,
+                Parameters(),
+                _properties(track, parameters),
+            )
             await stream.send(reply)
             await self.follow(stream, over, update, fail=over.set)
         finally:
-            self._fetches -= 1
             self.session.scheduler.reset(outgoing, ResetCode.CANCELLED)
 
     async def track_status(self, stream: RequestStream, message: TrackStatus) -> None:
         """Answer a TRACK_STATUS."""
-        track = self._track(message.track)
+        track = await self._find(stream, message.track, message.parameters)
         reply = RequestOk(Parameters(largest=track.largest), _properties(track, message.parameters))
         await stream.send(reply, fin=True)
 
@@ -196,18 +216,37 @@ class Publishing:
 
     async def finish(self, code: DoneCode) -> None:
         """End all subscriptions of this session with PUBLISH_DONE, and wait until each subscriber has left:
-        it does when it has seen all.
+        it does when it has seen all. Fetches run to their end.
         """
         for delivery in self._subscriptions:
             delivery.on_removed(code)
-        if self._subscriptions:
-            await asyncio.wait(self._subscriptions.values())
+        if self._subscriptions or self._fetching:
+            await asyncio.wait({*self._subscriptions.values(), *self._fetching})
 
-    def _track(self, name: FullTrackName) -> Track:
-        track = self.session.tracks.get(name)
-        if track is None:
-            raise RequestRefused(RequestCode.DOES_NOT_EXIST, "no such Track here")
-        return track
+    async def _find(self, stream: RequestStream, name: FullTrackName, parameters: Parameters) -> Track:
+        """The Track that is asked for. Raises RequestRefused, StreamStopped when the requester leaves."""
+        tracks = self.session.tracks
+        track = tracks.get(name)
+        if track is not None and track.authoritative:
+            return track
+        rendezvous = seconds_of(parameters.rendezvous_timeout) or 0.0
+        finding = asyncio.ensure_future(tracks.find(name, self.session, rendezvous=rendezvous))
+
+        def on_stopped(_code: int) -> None:
+            finding.cancel()
+
+        stream.stream.on_stopped = on_stopped
+        try:
+            if stream.stream.stopped is not None:
+                raise StreamStopped(stream.stream.stopped)
+            return await finding
+        except asyncio.CancelledError:
+            if stream.stream.stopped is None:
+                raise
+            raise StreamStopped(stream.stream.stopped) from None
+        finally:
+            finding.cancel()
+            stream.stream.on_stopped = None
 
 
 async def _receive_unless(ending: asyncio.Future[Any], stream: RequestStream) -> Message | None:
@@ -233,6 +272,28 @@ def _fetch_range(track: Track, location_filter: LocationFilter) -> tuple[Locatio
     if end < start:  # moqt 25 #8
         raise RequestRefused(RequestCode.INVALID_RANGE, "the range ends before it starts")
     return start, min(end, track.largest)
+
+
+async def _last_in(track: Track, start: Location, end: Location) -> Location:
+    """The Location of the last Object from `start` to `end`, which a cache may have to find out (moqt 10: no
+    FETCH_OK before). Raises RequestRefused.
+    """
+    if end == track.largest:
+        return end
+    while True:
+        last = track.last_in(start, end)
+        gap = track.gap(start if last is None else successor(last), end)
+        if gap is None:
+            return last or start
+        hole = track.fill_hole(*gap, GroupOrder.ASCENDING)
+        while not hole.done:
+            changed = asyncio.Event()
+            track.wait(changed.set)
+            await changed.wait()
+        if gap[0] in hole.unknown or track.fault:
+            raise RequestRefused(
+                RequestCode.INTERNAL_ERROR, "the end of the range can't be found out upstream"
+            )
 
 
 def _properties(track: Track, parameters: Parameters) -> Properties:

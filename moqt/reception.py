@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ from moqt.wire import (
 if TYPE_CHECKING:
     from moqt.session import Session
 
-__all__ = ["Item", "RangeNotice", "ReceivedObject", "Reception", "StreamEnd"]
+__all__ = ["Inlet", "Item", "RangeNotice", "ReceivedObject", "Reception", "Sink", "StreamEnd"]
 
 LAST = Location(MAX_VARINT, MAX_VARINT)
 _DEFAULT_PRIORITY = 128
@@ -95,6 +96,34 @@ Item: TypeAlias = ReceivedObject | StreamEnd | RangeNotice
 Header: TypeAlias = SubgroupHeader | FetchHeader
 
 
+class Inlet(ABC):
+    """Where the Objects of one data stream go, as their bytes come. Methods may raise MalformedTrack."""
+
+    @abstractmethod
+    def object(self, header: ObjectHeader) -> Callable[[memoryview], None] | None:
+        """An Object begins; what is returned takes its payload, None: it is not wanted."""
+
+    @abstractmethod
+    def marker(self, event: EndOfRange) -> None:
+        """A range without Objects, on a fetch stream."""
+
+    @abstractmethod
+    async def room(self) -> None:
+        """Wait until more may come; the stream is not read meanwhile."""
+
+    @abstractmethod
+    def end(self, code: int | None) -> None:
+        """The stream has ended by FIN (`code` None), or was reset by the peer."""
+
+    @abstractmethod
+    def cut(self) -> None:
+        """Nothing more comes, because the connection or the request is over. Called after `end` too."""
+
+
+Sink = Callable[[Header], Inlet]
+"""Opens the inlet for a data stream."""
+
+
 class Reception(OwnRequest):
     """A queue of Objects, bounded in bytes, which the data streams fill and the application empties.
 
@@ -106,6 +135,8 @@ class Reception(OwnRequest):
         super().__init__(session, stream)
         self.track = track
         self.properties: Properties = ()
+        self.sink: Sink | None = None
+        """Takes the Objects as they come, instead of the queue."""
         self._ledger = Ledger(session.limits.max_known_objects)
         self._items: deque[Item] = deque()
         self._held = 0
@@ -171,7 +202,10 @@ class Reception(OwnRequest):
         ProtocolError, ConnectionClosed.
         """
         try:
-            code = await self._read(stream, decoder, header, events)
+            if self.sink is None:
+                code = await self._read(stream, decoder, header, events)
+            else:
+                code = await self._pour(self.sink(header), stream, decoder, header, events)
         except MalformedTrack as error:  # moqt 20 #36
             self._malformed(error)
         except UsageError:
@@ -325,6 +359,45 @@ class Reception(OwnRequest):
     async def _wait_for_room(self) -> None:
         while not self._room.is_set():  # Others that waited may have taken it.
             await self._room.wait()
+
+    async def _pour(
+        self,
+        inlet: Inlet,
+        stream: Stream,
+        decoder: DataStreamDecoder,
+        header: Header,
+        events: Iterator[Event],
+    ) -> int | None:
+        """`_read` into a sink. No faster than the peer sends, no slower: the sink has its own bounds."""
+        fill = header.request_id if isinstance(header, FetchHeader) else None
+        write: Callable[[memoryview], None] | None = None
+        try:
+            while True:
+                for event in events:
+                    if type(event) is PayloadChunk:
+                        if write is not None:
+                            write(event.data)
+                    elif type(event) is ObjectHeader:
+                        if event.size > self.session.limits.max_object_size:
+                            stream.stop(ResetCode.EXCESSIVE_LOAD)
+                            inlet.end(ResetCode.EXCESSIVE_LOAD)
+                            return ResetCode.EXCESSIVE_LOAD
+                        write = inlet.object(event) if self._wanted(event, fill) else None
+                    elif type(event) is EndOfRange:
+                        inlet.marker(event)
+                await inlet.room()
+                data = await stream.read()
+                if not data:
+                    break
+                events = decoder.feed(data)
+            decoder.finish()
+            inlet.end(None)
+        except StreamReset as error:
+            inlet.end(error.code)
+            return error.code
+        finally:
+            inlet.cut()
+        return None
 
     def _note_end(self, header: SubgroupHeader, last: ObjectHeader) -> None:
         """What FIN of a subgroup stream tells (moqt 12.2, 12.6). Raises MalformedTrack."""

@@ -12,36 +12,70 @@ import heapq
 import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
+from typing import Protocol
 
 from moqt.quic.api import WATERMARK, Buffer, Connection, ConnectionClosed, Stream
 
-__all__ = ["Outgoing", "Scheduler", "Urgency"]
+__all__ = ["BrokenSource", "Outgoing", "Scheduler", "Source", "Urgency"]
 
 Urgency = tuple[int, int, int, int]
 """Subscriber Priority, Publisher Priority, rank of the Group, rank of the delivery: lower goes first (moqt
 14).
 """
 
+Source = Iterator[tuple[Urgency | None, tuple[Buffer, ...]] | None]
+"""What a stream is pulled from: (urgency or None for unchanged, pieces); None stands for "nothing now", and
+`Scheduler.start` asks again.
+"""
+
+
+class BrokenSource(Exception):
+    """Raised by a source: the stream can't go on and is reset with `code`."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
 _SLICE = 64 * 1024
 """Bytes handed over before urgency is looked at again; most Objects fit in."""
+
+
+class Pinned(Protocol):
+    """What must stay in memory while it is being sent."""
+
+    pins: int
 
 
 class Outgoing:
     """One data stream to be sent: bytes that wait, and how urgent they are.
 
-    With a `source`, the bytes are pulled from it when none wait: an iterator of (urgency or None for
-    unchanged, pieces); its end is the end of the stream. Without one they are pushed. `on_end(code)` is
-    called once, when FIN was handed over (None) or the stream was reset by us or stopped by the peer (the
-    code); `opened` tells whether the peer can see the stream.
+    With a `source`, the bytes are pulled from it when none wait; its end is the end of the stream. Without
+    one they are pushed. `on_end(code)` is called once, when FIN was handed over (None) or the stream was
+    reset by us or stopped by the peer (the code); `opened` tells whether the peer can see the stream.
     """
 
-    __slots__ = ("_parts", "_source", "ended", "ending", "on_end", "opened", "queued", "stream", "urgency")
+    __slots__ = (
+        "_gone",
+        "_held",
+        "_parts",
+        "_source",
+        "backlog",
+        "broken",
+        "ended",
+        "ending",
+        "on_end",
+        "opened",
+        "queued",
+        "stream",
+        "urgency",
+    )
 
     def __init__(
         self,
         urgency: Urgency,
         *,
-        source: Iterator[tuple[Urgency | None, tuple[Buffer, ...]]] | None = None,
+        source: Source | None = None,
         on_end: Callable[[int | None], None],
     ) -> None:
         self.urgency = urgency
@@ -51,7 +85,13 @@ class Outgoing:
         self.ending = False
         self.ended = False
         self.queued = False
+        self.backlog = 0
+        """Bytes that wait."""
+        self.broken: int | None = None
         self._parts: deque[memoryview] = deque()
+        self._gone = 0
+        self._held: deque[tuple[int, Pinned]] = deque()
+        """What is pinned, with the number of bytes that must be gone before it is not."""
         self._source = source
 
     @property
@@ -59,33 +99,65 @@ class Outgoing:
         """Whether there is anything that was not handed over yet."""
         return not self.ended and bool(self._parts or self._source is not None or self.ending)
 
+    def hold(self, item: Pinned) -> None:
+        """Keep `item` pinned until all bytes that wait now are handed over."""
+        item.pins += 1
+        self._held.append((self._gone + self.backlog, item))
+
     def _refill(self) -> None:
         while self._source is not None and not self._parts:
             try:
-                urgency, pieces = next(self._source)
+                step = next(self._source)
             except StopIteration:
                 self._source = None
                 self.ending = True
                 return
+            except BrokenSource as broken:
+                self._source = None
+                self.broken = broken.code
+                return
+            if step is None:
+                return
+            urgency, pieces = step
             if urgency is not None:
                 self.urgency = urgency
             self._add(pieces)
 
     def _add(self, pieces: tuple[Buffer, ...]) -> None:
-        self._parts.extend(memoryview(piece) for piece in pieces if len(piece))
+        for piece in pieces:
+            if len(piece):
+                self._parts.append(memoryview(piece))
+                self.backlog += len(piece)
 
     def _take(self, room: int) -> list[memoryview]:
         """Up to `room` bytes, in pieces."""
         taken = []
+        before = self.backlog
         while room > 0 and self._parts:
             part = self._parts[0]
             if len(part) > room:
                 taken.append(part[:room])
                 self._parts[0] = part[room:]
+                self.backlog -= room
                 break
             taken.append(self._parts.popleft())
+            self.backlog -= len(part)
             room -= len(part)
+        self._release(before - self.backlog)
         return taken
+
+    def _release(self, size: int) -> None:
+        """`size` bytes more are gone: unpin what they belonged to."""
+        self._gone += size
+        while self._held and self._held[0][0] <= self._gone:
+            self._held.popleft()[1].pins -= 1
+
+    def _clear(self) -> None:
+        self._parts.clear()
+        self._source = None
+        self.backlog = 0
+        while self._held:
+            self._held.popleft()[1].pins -= 1
 
 
 class Scheduler:
@@ -181,8 +253,7 @@ class Scheduler:
     def _end(self, outgoing: Outgoing, code: int | None) -> None:
         if not outgoing.ended:
             outgoing.ended = True
-            outgoing._parts.clear()
-            outgoing._source = None
+            outgoing._clear()
             outgoing.on_end(code)
 
     def _queue(self, outgoing: Outgoing) -> None:
@@ -228,6 +299,7 @@ class Scheduler:
         if not outgoing._parts:
             outgoing._refill()
         if not outgoing._parts and not outgoing.ending:
+            self._check_broken(outgoing)
             return True
         stream = outgoing.stream or self._open_stream(outgoing)
         taken = outgoing._take(min(room, stream.credit))
@@ -244,4 +316,10 @@ class Scheduler:
             self._end(outgoing, None)
         elif outgoing._parts:
             self._queue(outgoing)
+        else:
+            self._check_broken(outgoing)
         return True
+
+    def _check_broken(self, outgoing: Outgoing) -> None:
+        if outgoing.broken is not None:
+            self.reset(outgoing, outgoing.broken)

@@ -33,6 +33,7 @@ from moqt.names import FullTrackName, TrackNamespace, check_namespace, printable
 from moqt.namespaces import Announcement, NamespaceWatch, announce, take_namespace
 from moqt.publishing import Publishing, request_error
 from moqt.quic.api import Connection, ConnectionClosed, Stream
+from moqt.reception import Sink
 from moqt.requests import RequestIds, RequestStream
 from moqt.scheduler import Scheduler
 from moqt.states import Sender
@@ -230,9 +231,11 @@ class Session:
         priority: int = 128,
         order: GroupOrder | None = None,
         forward: bool = True,
+        sink: Sink | None = None,
         deadline: float | None = None,
     ) -> Subscription:
-        """Subscribe to `track`; without a `filter`, to what is published from now on (Next Object).
+        """Subscribe to `track`; without a `filter`, to what is published from now on (Next Object). Objects
+        go into `sink` as they come, if one is given, and not into the queue.
 
         Raises RequestRejected, StreamReset (the peer has cancelled instead of answering), DeadlineExceeded
         (after `deadline` seconds, `limits.reply_deadline` if None), SessionClosed, ConnectionLost,
@@ -260,6 +263,7 @@ class Session:
         def make(stream: RequestStream) -> Subscription:
             filtered = bool(range_filters) or location_filter.end is not None
             made = Subscription(self, stream, track, location_filter, filtered=filtered, forward=forward)
+            made.sink = sink
             if fill is not None:
                 self.subscribing.expect(request_id, made, fill.order, wait=True)
             return made
@@ -282,6 +286,7 @@ class Session:
         order: GroupOrder = GroupOrder.ASCENDING,
         range_filters: tuple[RangeFilter, ...] = (),
         priority: int = 128,
+        sink: Sink | None = None,
         deadline: float | None = None,
     ) -> FetchStream:
         """Fetch the Objects of an absolute range. Raises as `subscribe` does."""
@@ -298,6 +303,7 @@ class Session:
 
         def make(stream: RequestStream) -> FetchStream:
             fetch = FetchStream(self, stream, track, filter)
+            fetch.sink = sink
             assert stream.request is not None
             self.subscribing.expect(stream.request.request_id, fetch, order, wait=False)
             return fetch

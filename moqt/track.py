@@ -7,12 +7,21 @@ Payloads are kept as the views that were given, without a copy, so their bytes m
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from moqt.errors import DoneCode, LocationTaken, MalformedTrack, ProtocolError, UsageError
+from moqt.errors import (
+    DoneCode,
+    LocationTaken,
+    MalformedTrack,
+    ProtocolError,
+    RequestCode,
+    RequestRefused,
+    UsageError,
+)
 from moqt.filters import MAX_PRIORITY, MAX_VARINT, GroupOrder, Location
+from moqt.locations import LocationSet
 from moqt.names import FullTrackName, TrackNamespace, check_namespace
 from moqt.quic.api import Buffer
 from moqt.wire import (
@@ -24,13 +33,16 @@ from moqt.wire import (
     encode_properties,
 )
 
-__all__ = ["StoredObject", "Track", "TrackWatcher", "Tracks"]
+__all__ = ["Hole", "StoredObject", "Track", "TrackWatcher", "Tracks"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class StoredObject:
     """One Object of a Track. `payload` is its bytes in pieces, `size` their sum; a status Object has no
     payload.
+
+    In a cache, `missing` of the bytes have not come yet, and `payload` is complete with the last of them;
+    `lost` says that they never will. `pins` counts who is sending it.
     """
 
     location: Location
@@ -40,6 +52,13 @@ class StoredObject:
     priority: int
     properties: bytes
     status: ObjectStatus = ObjectStatus.NORMAL
+    missing: int = 0
+    lost: bool = False
+    pins: int = 0
+
+    def since(self, offset: int) -> tuple[Buffer, ...]:
+        """What has come so far of the payload, from `offset` on; 0 unless the Object is on its way."""
+        return self.payload if offset < self.size else ()
 
 
 @dataclass(slots=True)
@@ -56,22 +75,51 @@ class TrackWatcher:
     """What a Track tells those who follow it. Methods are called synchronously and must not raise."""
 
     def on_object(self, item: StoredObject) -> None:
-        """An Object, or a status Object (End of Group, End of Track), was published."""
+        """An Object, or a status Object (End of Group, End of Track), was published, or has begun to come."""
         raise NotImplementedError
+
+    def on_piece(self, item: StoredObject, data: Buffer) -> None:
+        """More of an Object has come."""
+
+    def on_failed(self, item: StoredObject, code: int) -> None:
+        """The rest of an Object that has begun will not come; its stream was reset with `code`."""
+
+    def on_subgroup_end(self, group: int, subgroup: int, code: int | None) -> None:
+        """Nothing more comes in the Subgroup: its stream ended with FIN (`code` None) or was reset (moqt
+        12.6).
+        """
 
     def on_removed(self, code: DoneCode) -> None:
         """The Track was withdrawn; `code` is what PUBLISH_DONE shall say."""
         raise NotImplementedError
 
 
+@dataclass(slots=True, eq=False)
+class Hole:
+    """A range of a cached Track that is fetched. When it is `done`, what could not be found out is in
+    `unknown`. `ahead` counts the bytes that have come and that nobody has used.
+    """
+
+    start: Location
+    end: Location
+    done: bool = False
+    unknown: LocationSet = field(default_factory=LocationSet)
+    ahead: int = 0
+
+
 class Track:
     """The Objects of one Track as their publisher knows them: what is not here and not after `largest` does
-    not exist.
+    not exist. A cache knows less (`authoritative` is False): some Locations are a `gap`, of which nobody here
+    can tell whether there is an Object.
 
     `properties` are the Track Properties; `priority` is the Publisher Priority of Objects that name none.
     With `one_subgroup`, all Objects of a Group must share one Subgroup, and the end of that Subgroup's stream
     then tells the end of the Group (moqt 12.2, END_OF_GROUP).
     """
+
+    authoritative = True
+    fault: str = ""
+    """What makes the Track malformed (moqt 20.1); it is of no more use then."""
 
     def __init__(
         self,
@@ -163,7 +211,7 @@ class Track:
         if self.ended is not None and location >= self.ended:
             raise UsageError(f"{self.name}: the Track ended at {self.ended}, before the end of group {group}")
         self._group(group).end = object_id
-        self._tell(self._status(location, ObjectStatus.END_OF_GROUP))
+        self._tell_end(self._status(location, ObjectStatus.END_OF_GROUP))
 
     def end(self, location: Location) -> None:
         """Publish End of Track at `location`: no Object at it or after it exists, and nothing more comes in
@@ -178,7 +226,7 @@ class Track:
         entry = self._groups.get(location.group)
         if entry is not None and entry.end is None:
             entry.end = location.object
-        self._tell(self._status(location, ObjectStatus.END_OF_TRACK))
+        self._tell_end(self._status(location, ObjectStatus.END_OF_TRACK))
 
     def get(self, location: Location) -> StoredObject | None:
         """The Object at `location`, if it exists."""
@@ -195,6 +243,61 @@ class Track:
         entry = self._groups.get(item.location.group)
         first = entry.subgroups.get(item.subgroup) if entry else None
         return first is None or first[0] is item
+
+    def ends_group(self, item: StoredObject) -> bool:
+        """Whether the stream of a Subgroup, opened with `item`, if it ends with FIN, ends with the Group's
+        last Object (moqt 12.2, END_OF_GROUP).
+        """
+        return self.one_subgroup and item.status is not ObjectStatus.END_OF_TRACK
+
+    def follows(self, previous: int, item: StoredObject) -> bool:
+        """Whether `item` may follow Object `previous` on one subgroup stream (moqt 12.6)."""
+        return item.location.object > previous
+
+    def following(
+        self, after: Location | None, start: Location, end: Location, order: GroupOrder
+    ) -> StoredObject | None:
+        """The first Object from `start` to `end` that comes behind `after` (None: at all) in the order of
+        delivery: Groups in `order`, inside a Group by Object ID (moqt 10).
+        """
+        step = 1 if order is GroupOrder.ASCENDING else -1
+        group = after.group if after else start.group if step > 0 else end.group
+        index = bisect_left(self._group_ids, group) if step > 0 else bisect_right(self._group_ids, group) - 1
+        while 0 <= index < len(self._group_ids):
+            group = self._group_ids[index]
+            if not start.group <= group <= end.group:
+                return None
+            first = start.object if group == start.group else 0
+            if after is not None and group == after.group:
+                first = max(first, after.object + 1)
+            ids = self._groups[group].ids
+            place = bisect_left(ids, first)
+            if place < len(ids) and (group < end.group or ids[place] <= end.object):
+                return self._groups[group].objects[ids[place]]
+            index += step
+        return None
+
+    # What a cache does not know.
+
+    def gap(self, start: Location, end: Location, *, last: bool = False) -> tuple[Location, Location] | None:
+        """The first (or `last`) range within `start` to `end` of which nothing is known; None if all is."""
+        return None
+
+    def fill_hole(self, start: Location, end: Location, order: GroupOrder) -> Hole:
+        """Have a range that begins or, in descending order, ends with a `gap` fetched; it may be cut to less.
+
+        Progress is told to those who called `wait`.
+        """
+        return Hole(start, end, done=True)
+
+    def wait(self, wake: Callable[[], None]) -> None:
+        """Call `wake` once, at the next change of what is here or known. A publisher's Track has all."""
+
+    def use(self, item: StoredObject) -> None:
+        """Somebody is about to send `item`."""
+
+    def expire(self) -> None:
+        """Forget what is too old to be sent (moqt 13, MAX_CACHE_DURATION)."""
 
     def objects(
         self, start: Location, end: Location, order: GroupOrder = GroupOrder.ASCENDING
@@ -293,6 +396,15 @@ class Track:
         for watcher in list(self._watchers):
             watcher.on_object(item)
 
+    def _tell_end(self, item: StoredObject) -> None:
+        """A status Object ends all Subgroups of its Group."""
+        self._tell(item)
+        group = item.location.group
+        entry = self._groups.get(group)
+        for subgroup in {item.subgroup, *(entry.subgroups if entry else ())}:
+            for watcher in list(self._watchers):
+                watcher.on_subgroup_end(group, subgroup, None)
+
 
 def _check_range(location: Location) -> None:
     if not 0 <= location.group <= MAX_VARINT or not 0 <= location.object <= MAX_VARINT:
@@ -336,6 +448,21 @@ class Tracks:
     def get(self, name: FullTrackName) -> Track | None:
         """The Track of this name, if it is offered."""
         return self._tracks.get(name)
+
+    async def find(self, name: FullTrackName, asker: object, *, rendezvous: float = 0.0) -> Track:
+        """The Track that the session `asker` asks for; `rendezvous` is for how many seconds a relay may wait
+        for its publisher (moqt 5.3). Raises RequestRefused.
+        """
+        track = self.get(name)
+        if track is None:
+            raise RequestRefused(RequestCode.DOES_NOT_EXIST, "no such Track here")
+        return track
+
+    def offered(self, peer: object, namespace: TrackNamespace, present: bool) -> None:
+        """The session `peer` has announced a namespace, or withdrawn it: for a relay."""
+
+    def wanted(self, asker: object, prefix: TrackNamespace, present: bool) -> None:
+        """The session `asker` wants to know of namespaces under `prefix`, or no longer: for a relay."""
 
     def __iter__(self) -> Iterator[Track]:
         return iter(list(self._tracks.values()))

@@ -1,0 +1,555 @@
+"""What a relay keeps: Tracks that subscribing fills, and the bound on what they hold (moqt 15)."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from moqt.errors import DoneCode, MalformedTrack, ResetCode
+from moqt.fetching import LAST, successor
+from moqt.filters import MAX_VARINT, GroupOrder, Location
+from moqt.ledger import Ledger
+from moqt.locations import LocationSet
+from moqt.names import FullTrackName
+from moqt.quic.api import Buffer
+from moqt.track import Hole, StoredObject, Track, TrackWatcher
+from moqt.wire import ObjectHeader, ObjectStatus, Properties, PropertyType, get
+
+__all__ = ["Cache", "CachedObject", "CachedTrack", "Writer"]
+
+SEGMENT = 1 << 20
+"""Bytes for which memory is taken at once: no more than that before any of them has come."""
+
+OVERHEAD = 640
+"""Bytes that a cached Object takes besides its payload and properties, by our reckoning."""
+
+MAX_KNOWN = 1 << 20
+"""Locations remembered for each Track, to find contradictions (moqt 20.1)."""
+
+
+@dataclass(slots=True, eq=False)
+class CachedObject(StoredObject):
+    """An Object of which `missing` bytes have not come; `writers` streams bring it.
+
+    `first`, `ends` and `after` say how it came on a subgroup stream: as the first of its Subgroup, on a
+    stream that ends with the Group, behind that Object on the same stream (moqt 12.2, 12.6).
+    """
+
+    segments: list[bytearray] = field(default_factory=list)
+    writers: int = 0
+    expires: float = math.inf
+    first: bool = False
+    ends: bool = False
+    after: int | None = None
+    hole: Hole | None = None
+    """What it was fetched for, until somebody uses it."""
+
+    def since(self, offset: int) -> tuple[Buffer, ...]:
+        if not offset and not self.missing:
+            return self.payload
+        arrived = self.size - self.missing
+        pieces = []
+        while offset < arrived:
+            number, place = divmod(offset, SEGMENT)
+            stop = min(SEGMENT, arrived - number * SEGMENT)
+            pieces.append(memoryview(self.segments[number])[place:stop])
+            offset += stop - place
+        return tuple(pieces)
+
+    def has(self, offset: int, data: memoryview) -> bool:
+        """Whether `data` is what came at `offset`."""
+        for piece in self.since(offset):
+            size = min(len(piece), len(data))
+            if data[:size] != piece[:size]:
+                return False
+            data = data[size:]
+            if not data:
+                break
+        return True
+
+    @property
+    def busy(self) -> bool:
+        """Whether it must stay: it is being sent, is about to be, or is on its way."""
+        return self.pins > 0 or self.writers > 0 or self.hole is not None
+
+    @property
+    def cost(self) -> int:
+        """Bytes of memory."""
+        return OVERHEAD + len(self.properties) + sum(map(len, self.segments))
+
+
+class Cache:
+    """The bound in bytes over all Tracks: what was used longest ago goes first, but no Object that is being
+    sent, or on its way.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.bytes = 0
+        self.evicted = 0
+        self._items: OrderedDict[CachedObject, CachedTrack] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def add(self, item: CachedObject, track: CachedTrack) -> None:
+        """Take an Object in."""
+        self._items[item] = track
+        self.grow(item.cost)
+
+    def grow(self, size: int) -> None:
+        """An Object has taken `size` bytes more."""
+        self.bytes += size
+        if self.bytes > self.limit:
+            self._trim()
+
+    def use(self, item: CachedObject) -> None:
+        """It was wanted just now."""
+        if item in self._items:
+            self._items.move_to_end(item)
+
+    def discard(self, item: CachedObject) -> None:
+        """It is no longer kept; no effect if it was not."""
+        if self._items.pop(item, None) is not None:
+            self.bytes -= item.cost
+
+    def _trim(self) -> None:
+        while self.bytes > self.limit:
+            victim = next((item for item in self._items if not item.busy), None)
+            if victim is None:
+                break
+            self.evicted += 1
+            self._items[victim].evict(victim)
+
+
+class Writer:
+    """One Object as one stream brings it. Several may bring the same one: what is here already is compared,
+    the rest is taken from whoever is ahead.
+    """
+
+    def __init__(self, track: CachedTrack, item: CachedObject) -> None:
+        self._track = track
+        self._item = item
+        self._offset = 0
+        item.writers += 1
+        if not item.size:
+            self._leave()
+
+    def write(self, data: memoryview) -> None:
+        """The next bytes. Raises MalformedTrack when they are not what came before (moqt 15 #3)."""
+        item = self._item
+        if self._track.fault:
+            return
+        known = min(len(data), item.size - item.missing - self._offset)
+        if known and not item.has(self._offset, data[:known]):
+            raise MalformedTrack(f"a second, different payload at {item.location}")
+        self._offset += len(data)
+        if known < len(data):
+            self._track.extend(item, data[known:])
+        if self._offset == item.size:
+            self._leave()
+
+    def abandon(self, code: int, *, resume: bool) -> None:
+        """The stream has ended; no effect if all has come. With `resume` the rest may come another way."""
+        if self._offset < self._item.size:
+            self._offset = self._item.size
+            self._leave(code, resume)
+
+    def _leave(self, code: int = ResetCode.INTERNAL_ERROR, resume: bool = False) -> None:
+        self._item.writers -= 1
+        if not self._item.writers:
+            self._track.left(self._item, code, resume=resume)
+
+
+class CachedTrack(Track):
+    """A Track as a relay knows it. What is `known` and not here does not exist; the rest is unknown.
+
+    `filler` fetches a range; `on_idle` is called when nobody follows the Track, or nothing is left of it.
+    """
+
+    authoritative = False
+
+    def __init__(
+        self,
+        name: FullTrackName,
+        cache: Cache,
+        filler: Callable[[CachedTrack, Location, Location, GroupOrder], Hole],
+    ) -> None:
+        super().__init__(name)
+        self.known = LocationSet()
+        self.on_idle: Callable[[], None] = lambda: None
+        self.live_start = Location(0, 0)
+        """From here on somebody was promised all that is published."""
+        self.finished = False
+        """Its publisher has said that nothing more comes."""
+        self._cache = cache
+        self._filler = filler
+        self._ledger = Ledger(MAX_KNOWN)
+        self._told = LocationSet()
+        self._streams: Counter[tuple[int, int]] = Counter()
+        self._deferred: list[Callable[[], None]] | None = None
+        self._waiters: list[Callable[[], None]] = []
+        self._ages: dict[CachedObject, None] = {}
+        self._lifetime = math.inf
+        self._timer: asyncio.TimerHandle | None = None
+
+    # What the relay tells.
+
+    def describe(self, properties: Properties) -> None:
+        """Take over the Track Properties; the newest set replaces the one before (moqt 13)."""
+        self.properties = properties
+        duration = get(properties, PropertyType.MAX_CACHE_DURATION)
+        self._lifetime = duration / 1000 if isinstance(duration, int) else math.inf
+        priority = get(properties, PropertyType.DEFAULT_PUBLISHER_PRIORITY)
+        self.priority = priority if isinstance(priority, int) else 128
+        order = get(properties, PropertyType.DEFAULT_PUBLISHER_GROUP_ORDER)
+        self.order = GroupOrder(order) if isinstance(order, int) else GroupOrder.ASCENDING
+
+    def saw(self, largest: Location | None) -> None:
+        """A publisher says that its Largest Object is this (moqt 5.3)."""
+        if largest is not None and (self.largest is None or largest > self.largest):
+            self.largest = largest
+
+    def begin(
+        self,
+        header: ObjectHeader,
+        *,
+        live: bool,
+        first: bool = False,
+        ends: bool = False,
+        after: int | None = None,
+        hole: Hole | None = None,
+    ) -> Writer | None:
+        """An Object has begun to come, on a subscription (`live`) or a fetch; None if it is of no use.
+
+        Raises MalformedTrack.
+        """
+        location = header.location
+        priority = self.priority if header.priority is None else header.priority
+        self._ledger.record(header, b"", priority=priority)
+        known = self.get(location)
+        item = known if isinstance(known, CachedObject) else None
+        if header.status is not ObjectStatus.NORMAL:
+            self._take_status(header, priority, live, ends)
+            return None
+        if item is None:
+            if self.fault or location in self.known:  # moqt 15 #4
+                return None
+            item = CachedObject(
+                location,
+                (),
+                header.size,
+                header.subgroup,
+                priority,
+                header.raw_properties,
+                missing=header.size,
+                first=first,
+                ends=ends,
+                after=after,
+                hole=hole,
+            )
+            if hole is not None:
+                hole.ahead += item.size
+            item.writers += 1  # So that it is not thrown out at once.
+            self._store(item, header)
+            item.writers -= 1
+        elif (item.size, item.subgroup, item.priority) != (header.size, header.subgroup, priority):
+            raise MalformedTrack(f"a second, different Object at {location}")
+        self.known.add(location, location)
+        item.writers += 1  # Nothing can throw it out meanwhile.
+        if live:
+            self.saw(location)
+            self._tell_once(item)
+        item.writers -= 1
+        writer = Writer(self, item)
+        self._changed()
+        return writer
+
+    def extend(self, item: CachedObject, data: memoryview) -> None:
+        """The next bytes of an Object."""
+        while data:
+            place = (item.size - item.missing) % SEGMENT
+            if not place:
+                segment = bytearray(min(item.missing, SEGMENT))
+                item.segments.append(segment)
+                self._cache.grow(len(segment))
+            segment = item.segments[-1]
+            size = min(len(data), len(segment) - place)
+            segment[place : place + size] = data[:size]
+            item.missing -= size
+            data = data[size:]
+            if not item.missing:
+                item.payload = tuple(item.segments)
+            piece = memoryview(segment)[place : place + size]
+            for watcher in list(self._watchers):
+                watcher.on_piece(item, piece)
+        self._changed()
+
+    def left(self, item: CachedObject, code: int, *, resume: bool) -> None:
+        """No stream brings `item` any more. What has not come is unknown."""
+        if item.missing and resume:
+            self.known.remove(item.location, item.location)
+        elif item.missing:
+            self.evict(item)
+            for watcher in list(self._watchers):
+                watcher.on_failed(item, code)
+        elif item.expires <= asyncio.get_running_loop().time():
+            self.evict(item)
+        self._changed()
+
+    def learn(self, start: Location, end: Location) -> None:
+        """Whatever exists from `start` to `end` is here."""
+        self.known.add(start, end)
+        self._changed()
+
+    def open_stream(self, group: int, subgroup: int) -> None:
+        """A stream of a subscription brings Objects of the Subgroup."""
+        self._streams[group, subgroup] += 1
+
+    def close_stream(self, group: int, subgroup: int, code: int | None, *, resume: bool) -> None:
+        """It has ended by FIN (`code` None) or reset; with `resume`, another one will go on."""
+        key = (group, subgroup)
+        self._streams[key] -= 1
+        if not self._streams[key]:
+            del self._streams[key]
+        if code is None or (key not in self._streams and not resume):
+            self._tell_or_defer(lambda: self._tell_subgroup_end(group, subgroup, code))
+
+    def end_group(self, group: int, object_id: int) -> None:
+        """The stream that brought the end of a Group says that it ends before `object_id`. Raises
+        MalformedTrack.
+        """
+        self._ledger.end_group(group, object_id)
+        self.learn(Location(group, object_id), Location(group, MAX_VARINT))
+
+    def end_subgroup(self, group: int, subgroup: int, last: int) -> None:
+        """A whole Subgroup has come, up to Object `last`. Raises MalformedTrack."""
+        self._ledger.end_subgroup(group, subgroup, last)
+
+    def spoil(self, reason: str) -> None:
+        """The Track is malformed: all that is sent of it ends, nothing of it is kept (moqt 15 #5)."""
+        if not self.fault:
+            self.fault = reason
+            self.clear()
+            self.close(DoneCode.MALFORMED_TRACK)
+            self._changed()
+
+    def give_up(self) -> None:
+        """What has begun and is brought by nobody will not come."""
+        for item in [item for item in self._ages if item.missing and not item.writers]:
+            self.left(item, ResetCode.INTERNAL_ERROR, resume=False)
+
+    def release(self, hole: Hole) -> None:
+        """What was fetched for a hole, and nobody has used, need not stay."""
+        for item in self._ages:
+            if item.hole is hole:
+                item.hole = None
+
+    def stop(self) -> None:
+        """The relay ends."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def clear(self) -> None:
+        """Keep nothing."""
+        for item in list(self._ages):
+            self.evict(item)
+
+    # Catching up after a publisher was lost.
+
+    def defer(self) -> None:
+        """From now on keep what comes to yourself, until `catch_up`: something that comes before it is
+        missing.
+        """
+        if self._deferred is None:
+            self._deferred = []
+
+    def catch_up(self) -> None:
+        """Tell the watchers what they were not told, in order."""
+        deferred, self._deferred = self._deferred, None
+        if self.largest is not None:
+            for item in list(self.objects(self.live_start, self.largest)):
+                self._tell_once(item)
+        for tell in deferred or ():
+            tell()
+
+    def live_gap(self) -> tuple[Location, Location] | None:
+        """What somebody was promised and is not here."""
+        if self.largest is None or self.largest < self.live_start:
+            return None
+        return self.gap(self.live_start, self.largest)
+
+    # What senders ask.
+
+    def watch(self, watcher: TrackWatcher) -> None:
+        if not self._watchers:
+            self.live_start = Location(0, 0) if self.largest is None else successor(self.largest)
+        super().watch(watcher)
+        if self.finished:
+            asyncio.get_running_loop().call_soon(watcher.on_removed, DoneCode.TRACK_ENDED)
+
+    def unwatch(self, watcher: TrackWatcher) -> None:
+        super().unwatch(watcher)
+        if not self._watchers:
+            self.on_idle()
+
+    def close(self, code: DoneCode) -> None:
+        super().close(code)
+        self.on_idle()
+
+    @property
+    def watched(self) -> bool:
+        """Whether anybody follows the Track."""
+        return bool(self._watchers)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing of it is kept."""
+        return not self._ages
+
+    def starts_subgroup(self, item: StoredObject) -> bool:
+        return isinstance(item, CachedObject) and item.first
+
+    def ends_group(self, item: StoredObject) -> bool:
+        return isinstance(item, CachedObject) and item.ends
+
+    def follows(self, previous: int, item: StoredObject) -> bool:
+        group, object_id = item.location.group, item.location.object
+        if object_id <= previous + 1:
+            return object_id > previous
+        if isinstance(item, CachedObject) and item.after == previous:
+            return True
+        between = Location(group, previous + 1), Location(group, object_id - 1)
+        return self.gap(*between) is None and all(
+            other.subgroup != item.subgroup for other in self.objects(*between)
+        )
+
+    def gap(self, start: Location, end: Location, *, last: bool = False) -> tuple[Location, Location] | None:
+        return self.known.last_gap(start, end) if last else self.known.gap(start, end)
+
+    def fill_hole(self, start: Location, end: Location, order: GroupOrder) -> Hole:
+        return self._filler(self, start, end, order)
+
+    def wait(self, wake: Callable[[], None]) -> None:
+        self._waiters.append(wake)
+
+    def use(self, item: StoredObject) -> None:
+        if isinstance(item, CachedObject):
+            self._cache.use(item)
+            self._take_from_hole(item)
+
+    def _take_from_hole(self, item: CachedObject) -> None:
+        if item.hole is not None:
+            item.hole.ahead -= item.size
+            item.hole = None
+            self._changed()
+
+    def expire(self) -> None:
+        now = asyncio.get_running_loop().time() if self._lifetime < math.inf else 0.0
+        while self._ages and (item := next(iter(self._ages))).expires <= now:
+            if item.writers:
+                break  # It goes when it has come.
+            self.evict(item)
+
+    def evict(self, item: CachedObject) -> None:
+        """Keep an Object no longer; from now on it is unknown (moqt 15 #6)."""
+        if item not in self._ages:
+            return
+        del self._ages[item]
+        self._cache.discard(item)
+        self._take_from_hole(item)
+        item.lost = item.missing > 0
+        group, object_id = item.location.group, item.location.object
+        entry = self._groups[group]
+        del entry.objects[object_id]
+        entry.ids.remove(object_id)
+        if not entry.ids:
+            del self._groups[group]
+            self._group_ids.remove(group)
+        self.known.remove(item.location, item.location)
+        if not self._ages:
+            self.on_idle()
+
+    # Inside.
+
+    def wake(self) -> None:
+        """Something has changed for those who wait."""
+        self._changed()
+
+    async def changes(self) -> None:
+        """Wait for the next change."""
+        changed = asyncio.Event()
+        self.wait(changed.set)
+        await changed.wait()
+
+    def _store(self, item: CachedObject, header: ObjectHeader) -> None:
+        location = item.location
+        entry = self._group(location.group)
+        entry.objects[location.object] = item
+        entry.ids.append(location.object)
+        if len(entry.ids) > 1 and entry.ids[-2] > location.object:
+            entry.ids.sort()
+        item.expires = asyncio.get_running_loop().time() + self._lifetime
+        self._ages[item] = None
+        self._set_timer()
+        self._cache.add(item, self)
+        for kind, here in (
+            (PropertyType.PRIOR_GROUP_ID_GAP, location.group),
+            (PropertyType.PRIOR_OBJECT_ID_GAP, location.object),
+        ):
+            gap = get(header.properties, kind)
+            if isinstance(gap, int) and 0 < gap <= here:
+                if kind is PropertyType.PRIOR_GROUP_ID_GAP:
+                    self.known.add(Location(here - gap, 0), Location(here - 1, MAX_VARINT))
+                else:
+                    self.known.add(Location(location.group, here - gap), Location(location.group, here - 1))
+
+    def _take_status(self, header: ObjectHeader, priority: int, live: bool, ends: bool) -> None:
+        location = header.location
+        if header.status is ObjectStatus.END_OF_TRACK:
+            self.ended = location
+            self.learn(location, LAST)
+        else:
+            self.learn(location, Location(location.group, MAX_VARINT))
+        item = CachedObject(location, (), 0, header.subgroup, priority, b"", header.status, ends=ends)
+        if live:
+            self._tell_once(item)
+
+    def _tell_once(self, item: StoredObject) -> None:
+        self._tell_or_defer(lambda: self._tell_now(item))
+
+    def _tell_now(self, item: StoredObject) -> None:
+        if item.location not in self._told:
+            self._told.add(item.location, item.location)
+            self._tell(item)
+
+    def _tell_or_defer(self, tell: Callable[[], None]) -> None:
+        if self._deferred is None:
+            tell()
+        else:
+            self._deferred.append(tell)
+
+    def _tell_subgroup_end(self, group: int, subgroup: int, code: int | None) -> None:
+        for watcher in list(self._watchers):
+            watcher.on_subgroup_end(group, subgroup, code)
+
+    def _changed(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for wake in waiters:
+            wake()
+
+    def _set_timer(self) -> None:
+        if self._timer is None and self._lifetime < math.inf:
+            oldest = next(iter(self._ages))
+            self._timer = asyncio.get_running_loop().call_at(oldest.expires + 0.001, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self.expire()
+        if self._ages:
+            oldest = next(iter(self._ages))
+            when = max(oldest.expires, asyncio.get_running_loop().time()) + 0.001 + bool(oldest.writers)
+            self._timer = asyncio.get_running_loop().call_at(when, self._on_timer)

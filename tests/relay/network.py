@@ -1,0 +1,124 @@
+"""Publishers, relays in a row and subscribers over in-memory links."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from moqt import Fill, FullTrackName, Limits, LocationFilter, Session, Subscription, Track, Tracks
+from moqt.errors import DoneCode
+from moqt.quic.memory import Link, pair
+from moqt.relay import Relay
+from moqt.relay.cache import CachedTrack
+from tests.moqt.scene import EVERYTHING, NAMESPACE
+
+__all__ = ["Network", "join", "network", "until"]
+
+
+@dataclass(slots=True)
+class Network:
+    """`tracks` are the publisher's; `sessions` are subscribers at the last relay. `links` go from the
+    publisher to the first relay, from relay to relay, and to the subscribers.
+    """
+
+    tracks: Tracks
+    relays: list[Relay]
+    links: list[Link]
+    publisher: Session
+    sessions: list[Session]
+    stack: AsyncExitStack
+    more: dict[str, Any] = field(default_factory=dict)
+
+    def end(self, track: Track) -> None:
+        """The Track is whole: its subscriptions end with PUBLISH_DONE."""
+        self.tracks.remove(track.name, DoneCode.TRACK_ENDED)
+
+    def cached(self, name: FullTrackName, relay: int = -1) -> CachedTrack:
+        """The Track as a relay has it."""
+        return self.relays[relay].feeds[name].track
+
+    @property
+    def upstream_bytes(self) -> int:
+        """What the publisher has sent, in bytes."""
+        return self.links[0].client.stats.sent
+
+    async def publish(self, tracks: Tracks, relay: int = 0, **link_options: Any) -> tuple[Link, Session]:
+        """One more publisher dials a relay."""
+        link = pair(**{**self.more, **link_options})
+        session = Session(link.client, tracks=tracks, announce=True)
+        await self._meet(session, Session(link.server, tracks=self.relays[relay].tracks, announce=False))
+        return link, session
+
+    async def subscriber(
+        self, relay: int = -1, limits: Limits | None = None, **link_options: Any
+    ) -> tuple[Link, Session]:
+        """One more subscriber dials a relay."""
+        link = pair(**{**self.more, **link_options})
+        session = Session(link.client, limits=limits)
+        await self._meet(session, Session(link.server, tracks=self.relays[relay].tracks, announce=False))
+        return link, session
+
+    async def chain(self, lower: int, upper: int) -> Link:
+        """A relay dials another one."""
+        link = pair(**self.more)
+        session = Session(link.client, tracks=self.relays[lower].upward, announce=True)
+        await self._meet(session, Session(link.server, tracks=self.relays[upper].tracks, announce=False))
+        await self.stack.enter_async_context(self.relays[lower].upstream(session))
+        return link
+
+    async def _meet(self, *ends: Session) -> None:
+        await asyncio.gather(*(end.start() for end in ends))
+        for end in ends:
+            self.stack.push_async_callback(end.close)
+
+
+@asynccontextmanager
+async def network(
+    *tracks: Track,
+    relays: int = 1,
+    subscribers: int = 1,
+    relay_options: dict[str, Any] | None = None,
+    **link_options: Any,
+) -> AsyncIterator[Network]:
+    """A publisher of `tracks`, so many relays, and so many subscribers."""
+    offered = Tracks()
+    for track in tracks:
+        offered.add(track)
+    offered.announce(NAMESPACE)
+    async with AsyncExitStack() as stack:
+        made = [Relay(**(relay_options or {})) for _ in range(relays)]
+        for relay in made:
+            stack.push_async_callback(relay.close)
+        net = Network(offered, made, [], None, [], stack, link_options)  # type: ignore[arg-type]  # just below
+        link, net.publisher = await net.publish(offered)
+        net.links.append(link)
+        for number in range(1, relays):
+            net.links.append(await net.chain(number, number - 1))
+        for _ in range(subscribers):
+            link, session = await net.subscriber()
+            net.links.append(link)
+            net.sessions.append(session)
+        await asyncio.sleep(1)
+        yield net
+
+
+async def join(session: Session, name: FullTrackName, **more: Any) -> Subscription:
+    """All of a Track: what is published from now on, and by a fill what was before."""
+    options: dict[str, Any] = {
+        "filter": LocationFilter.next_object(),
+        "fill": Fill(filter=EVERYTHING),
+        **more,
+    }
+    return await session.subscribe(name, **options)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let virtual time pass until something is so; at most a minute."""
+    for _ in range(60_000):
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("it did not come to that within a virtual minute")

@@ -1,0 +1,254 @@
+"""What a relay keeps, for how long, and how it serves what it does not have any more."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from moqt import (
+    Fill,
+    GroupOrder,
+    Location,
+    LocationFilter,
+    RangeNotice,
+    RangeStatus,
+    ReceivedObject,
+    StreamEnd,
+    Track,
+)
+from moqt.errors import DoneCode, ResetCode, StreamReset
+from moqt.relay.cache import OVERHEAD
+from moqt.wire import PropertyType
+from tests.moqt.scene import EVERYTHING, at_hand, collect, filled, make_track, noise, objects, piece
+from tests.relay.network import Network, join, network, until
+
+pytestmark = pytest.mark.virtual
+
+SIZE = 10_000
+ORDERS = [GroupOrder.ASCENDING, GroupOrder.DESCENDING]
+
+
+def in_order(track: Track, order: GroupOrder) -> list[tuple[Location, bytes]]:
+    assert track.largest is not None
+    return [
+        (item.location, b"".join(item.payload))
+        for item in track.objects(Location(0, 0), track.largest, order)
+    ]
+
+
+async def fetched(
+    net: Network, track: Track, order: GroupOrder, what: LocationFilter = EVERYTHING
+) -> list[tuple[Location, bytes]]:
+    async with await net.sessions[0].fetch(track.name, filter=what, order=order) as fetch:
+        return [(item.location, bytes(item.payload)) for item in objects(await collect(fetch))]
+
+
+@pytest.mark.parametrize("relays", [1, 2])
+@pytest.mark.parametrize("order", ORDERS)
+async def test_fetch_over_a_cold_cache(relays: int, order: GroupOrder) -> None:
+    track = make_track(b"k")
+    filled(track, [0, 1, 5], 4, SIZE)
+    async with network(track, relays=relays) as net:
+        assert await fetched(net, track, order) == in_order(track, order)
+        before = net.upstream_bytes
+        assert await fetched(net, track, order) == in_order(track, order)
+        assert net.upstream_bytes - before < 1000  # From the cache.
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_fetch_over_holes_after_eviction(order: GroupOrder) -> None:
+    """Objects that were thrown out are fetched again, and only those."""
+    track = make_track(b"k")
+    filled(track, range(4), 4, SIZE)
+    async with network(track) as net:
+        assert await fetched(net, track, order) == in_order(track, order)
+        cached = net.cached(track.name)
+        for item in list(cached._ages):
+            if item.location in {Location(0, 1), Location(1, 0), Location(1, 1), Location(3, 3)}:
+                cached.evict(item)
+        before = net.upstream_bytes
+        assert await fetched(net, track, order) == in_order(track, order)
+        assert 4 * SIZE <= net.upstream_bytes - before < 4.2 * SIZE
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_what_does_not_exist_is_not_asked_for_again(order: GroupOrder) -> None:
+    track = make_track(b"k")
+    for group, object_id in ((0, 3), (0, 7), (4, 0), (9, 1)):
+        piece(track, group, object_id, SIZE)
+    async with network(track) as net:
+        assert await fetched(net, track, order) == in_order(track, order)
+        before = net.upstream_bytes
+        assert await fetched(net, track, order) == in_order(track, order)
+        part = LocationFilter.absolute_range(Location(0, 5), Location(9, 0))
+        assert [location for location, _ in await fetched(net, track, order, part)] == sorted(
+            [Location(0, 7), Location(4, 0)], reverse=order is GroupOrder.DESCENDING
+        )
+        assert net.upstream_bytes == before
+
+
+async def test_fetch_ok_of_whole_groups_names_the_last_object() -> None:
+    """moqt 10, 25 #7: FETCH_OK waits until that is known."""
+    track = make_track(b"k")
+    filled(track, range(4), 4, SIZE)
+    async with network(track) as net:
+        fetch = await net.sessions[0].fetch(track.name, filter=LocationFilter.groups(1, 2))
+        assert len(objects(await collect(fetch))) == 8
+        assert fetch.end is not None
+        assert fetch.end.end == Location(2, 3)
+        assert not fetch.end.end_of_track
+
+
+async def test_the_cache_is_bounded_and_the_least_recently_used_goes_first() -> None:
+    track = make_track(b"k")
+    filled(track, range(10), 4, SIZE)
+    limit = 20 * (SIZE + OVERHEAD)
+    async with network(track, relay_options={"cache_bytes": limit}) as net:
+        for group in range(5):
+            await fetched(net, track, GroupOrder.ASCENDING, LocationFilter.groups(group, group))
+        await fetched(net, track, GroupOrder.ASCENDING, LocationFilter.groups(0, 0))
+        await fetched(net, track, GroupOrder.ASCENDING, LocationFilter.groups(5, 8))
+        cached = net.cached(track.name)
+        assert net.relays[0].cache.bytes <= limit
+        kept = {item.location.group for item in cached._ages}
+        assert kept == {0, 5, 6, 7, 8}
+        assert await fetched(net, track, GroupOrder.ASCENDING) == in_order(track, GroupOrder.ASCENDING)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_a_fetch_of_more_than_the_cache_holds(order: GroupOrder) -> None:
+    """Fetching upstream goes no further ahead than the subscriber reads."""
+    track = make_track(b"k")
+    filled(track, range(10), 4, 100_000)
+    async with network(track, relay_options={"cache_bytes": 1_000_000}) as net:
+        before = net.upstream_bytes
+        async with await net.sessions[0].fetch(track.name, filter=EVERYTHING, order=order) as fetch:
+            items = []
+            async for item in fetch:
+                items.append(item)
+                await asyncio.sleep(0.2)
+        assert [(item.location, bytes(item.payload)) for item in objects(items)] == in_order(track, order)
+        assert net.upstream_bytes - before < 1.5 * 4_000_000
+        assert net.relays[0].cache.bytes <= 1_000_000
+
+
+async def test_an_object_that_is_being_sent_is_not_thrown_out() -> None:
+    track = make_track(b"k")
+    options = {"cache_bytes": 1_800_000}
+    async with network(track, relay_options=options, subscribers=2) as net:
+        slow = await join(net.sessions[1], track.name)
+        net.links[-1].stall()
+        piece(track, 0, 0, 1_000_000)
+        piece(track, 0, 1, 1_000_000)
+        await asyncio.sleep(1)
+        other = make_track(b"other")
+        net.tracks.add(other)
+        filled(other, [0], 8, 100_000)
+        assert await fetched(net, other, GroupOrder.ASCENDING) == in_order(other, GroupOrder.ASCENDING)
+        kept = {item.location for item in net.cached(track.name)._ages}
+        assert kept == {Location(0, 0), Location(0, 1)}
+        net.links[-1].resume()
+        track.end_group(0, 2)
+        await asyncio.sleep(2)
+        assert [item.location.object for item in objects(at_hand(slow))] == [0, 1]
+        await fetched(net, other, GroupOrder.ASCENDING)
+        assert net.relays[0].cache.bytes <= 1_800_000
+        await slow.close()
+
+
+async def test_expired_objects_are_unknown_and_fetched_again() -> None:
+    """moqt 15 #6: MAX_CACHE_DURATION."""
+    track = make_track(b"k", properties=((PropertyType.MAX_CACHE_DURATION, 5000),))
+    filled(track, range(2), 2, SIZE)
+    async with network(track) as net:
+        whole = in_order(track, GroupOrder.ASCENDING)
+        assert await fetched(net, track, GroupOrder.ASCENDING) == whole
+        await asyncio.sleep(4)
+        before = net.upstream_bytes
+        assert await fetched(net, track, GroupOrder.ASCENDING) == whole
+        assert net.upstream_bytes == before
+        await asyncio.sleep(2)
+        assert len(net.relays[0].cache) == 0
+        assert await fetched(net, track, GroupOrder.ASCENDING) == whole
+        assert net.upstream_bytes - before > 4 * SIZE
+
+
+@pytest.mark.parametrize("relays", [1, 2])
+async def test_the_first_bytes_pass_before_the_last_have_come(relays: int) -> None:
+    """Cut-through, of a live Object, of a fill and of a fetch."""
+    size = 4 << 20
+    live, old = make_track(b"live"), make_track(b"old")
+    piece(old, 0, 0, size)
+    async with network(live, old, relays=relays, subscribers=2, window=65536) as net:
+        publisher, last = net.links[0].client.stats, net.links[-2].server.stats
+        subscription = await join(net.sessions[0], live.name)
+        start, passed = publisher.sent, last.sent
+        piece(live, 0, 0, size)
+        await until(lambda: last.sent >= 100_000 + passed)
+        assert publisher.sent - start < size / 2
+        async with asyncio.timeout(100):
+            assert (await anext(subscription)).payload == noise(Location(0, 0), size)  # type: ignore[union-attr]
+        await subscription.close()
+
+        start, passed = publisher.sent, last.sent
+        fill = await join(net.sessions[0], old.name)
+        await until(lambda: last.sent >= 100_000 + passed)
+        assert publisher.sent - start < size / 2
+        # Another one joins in the middle and gets the same bytes.
+        other = net.links[-1].server.stats
+        passed = other.sent
+        fetch = await net.sessions[1].fetch(old.name, filter=EVERYTHING)
+        await until(lambda: other.sent >= passed + 100_000)
+        assert publisher.sent - start < size
+        for reception in (fill, fetch):
+            item = await anext(reception)
+            assert isinstance(item, ReceivedObject)
+            assert item.payload == noise(Location(0, 0), size)
+            await reception.close()
+        assert publisher.sent - start < 1.01 * size
+
+
+async def test_fill_timeout_reports_what_did_not_come() -> None:
+    """moqt 7.4: End of Timed-Out Range, and on with what is here."""
+    track = make_track(b"k")
+    filled(track, range(3), 2, SIZE)
+    async with network(track) as net:
+        await fetched(net, track, GroupOrder.ASCENDING, LocationFilter.groups(2, 2))
+        net.links[0].stall()
+        fill = Fill(filter=EVERYTHING, timeout_ms=500)
+        async with await join(net.sessions[0], track.name, fill=fill) as subscription:
+            await asyncio.sleep(1)
+            items = at_hand(subscription)
+            assert items[0] == RangeNotice(RangeStatus.TIMED_OUT, Location(1, (1 << 64) - 1))
+            assert [item.location for item in objects(items)] == [Location(2, 0), Location(2, 1)]
+            assert items[-1] == StreamEnd(None, True, None)
+        net.links[0].resume()
+
+
+async def test_what_no_publisher_has_any_more_is_unknown() -> None:
+    """moqt 10: End of Unknown Range, and on with what is here."""
+    track = make_track(b"k")
+    filled(track, range(3), 2, SIZE)
+    async with network(track) as net:
+        await fetched(net, track, GroupOrder.ASCENDING, LocationFilter.groups(1, 1))
+        net.tracks.remove(track.name, DoneCode.TRACK_ENDED)
+        await asyncio.sleep(0.5)
+        async with await net.sessions[0].fetch(track.name, filter=EVERYTHING) as fetch:
+            items = await collect(fetch)
+        assert items[0] == RangeNotice(RangeStatus.UNKNOWN, Location(0, (1 << 64) - 1))
+        assert [item.location for item in objects(items)] == [Location(1, 0), Location(1, 1)]
+        assert items[3] == RangeNotice(RangeStatus.NON_EXISTENT, Location(1, (1 << 64) - 1))
+        assert items[4] == RangeNotice(RangeStatus.UNKNOWN, Location(2, 1))
+
+
+async def test_a_fetch_inside_an_object_breaks_when_the_rest_can_t_come() -> None:
+    track = make_track(b"k")
+    piece(track, 0, 0, 4 << 20)
+    async with network(track, window=65536) as net:
+        fetch = await net.sessions[0].fetch(track.name, filter=EVERYTHING)
+        await asyncio.sleep(0.2)
+        net.links[0].cut()
+        with pytest.raises(StreamReset) as caught:
+            await collect(fetch)
+        assert caught.value.code == ResetCode.INTERNAL_ERROR

@@ -1,0 +1,71 @@
+"""The relay as its users run it: separate processes over the loopback network."""
+
+from __future__ import annotations
+
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.kvcs.test_commands import BLOCK_TOKENS, BLOCKS, LAYERS, Place, place, run, running, same
+
+if TYPE_CHECKING:
+    pass
+
+__all__ = ["place"]  # The fixture.
+
+
+def relay(place: Place, *more: str) -> list[str]:
+    files = ("--cert", str(place.certificates.chain), "--key", str(place.certificates.key))
+    ca = ("--ca", str(place.certificates.ca))
+    return ["moqt.relay", "--listen", "localhost:0", *files, *ca, "--json", *more]
+
+
+async def test_two_relays_between_publisher_and_subscribers(place: Place) -> None:
+    """One subscriber live, one when the publisher has gone; SIGTERM ends each relay with exit code 0."""
+    async with running(relay(place)) as upper:
+        port = (await upper.until("listening"))["port"]
+        async with running(relay(place, "--upstream", f"moqt://localhost:{port}")) as lower:
+            lower_port = (await lower.until("listening"))["port"]
+            await lower.until("connected")
+            dial = ("--connect", f"moqt://localhost:{port}", "--ca", str(place.certificates.ca))
+            async with running(place.publish(*dial, "--layer-interval", "0.1")) as publisher:
+                await publisher.until("publication")
+                for _ in range(2):
+                    code, events, errors = await run(place.subscribe(lower_port))
+                    assert (code, errors) == (0, "")
+                    layers = [event["layer"] for event in events if event["event"] == "layer"]
+                    assert layers == list(range(LAYERS))
+                    assert same(place, range(LAYERS), BLOCKS * BLOCK_TOKENS)
+                publisher.process.send_signal(signal.SIGTERM)
+                assert (await publisher.end())[0] == 0
+            for command in (lower, upper):
+                command.process.send_signal(signal.SIGTERM)
+                code, events, errors = await command.end()
+                assert (code, errors) == (0, "")
+                assert events[-1] == {"event": "end", "reason": "SIGTERM"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--listen", "0.0.0.0:0"], "does not listen on 0.0.0.0"),
+        (["--listen", "localhost"], "HOST:PORT"),
+        (["--upstream", "http://x"], "moqt://"),
+        (["--cache-bytes", "-1"], "can't be negative"),
+        (["--cert", "/no/such/file"], "/no/such/file"),
+    ],
+)
+async def test_bad_usage(place: Place, arguments: list[str], says: str) -> None:
+    code, events, errors = await run([*relay(place), *arguments])
+    assert code == 2
+    assert says in errors
+    assert says in events[-1]["text"]
+
+
+async def test_the_address_is_in_use(place: Place) -> None:
+    async with running(relay(place)) as first:
+        port = (await first.until("listening"))["port"]
+        code, _, errors = await run([*relay(place), "--listen", f"localhost:{port}"])
+        assert code == 1
+        assert str(port) in errors or "in use" in errors
