@@ -19,65 +19,24 @@ MB is 10^6 octets and GB 10^9. This passes and fails nothing: it prints.
 from __future__ import annotations
 
 import argparse
-import asyncio
-import multiprocessing
+import json
 import os
 import platform
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final
 
-if TYPE_CHECKING:
-    from kvcs.identity import Descriptor
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.rows import AIOQUIC, MAX_DATAGRAM_SIZE, ROWS, TCP, Row, Settings, Sunk, Usage
 
-# A child's ru_maxrss starts from the peak of the process that started it, so this module imports little: what
-# a row needs is imported by its functions.
-
-ROOT: Final = Path(__file__).resolve().parent.parent
-HOST: Final = "127.0.0.1"
-CHUNK: Final = 1 << 18
-MAX_DATAGRAM_SIZE: Final = 1452
-ALPN: Final = "benchmark"
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What the rows are asked to move. Sizes are octets."""
-
-    size: int
-    tcp_size: int
-    object_size: int
-    layers: int
-    datagram_size: int
-    """Of the kvcs row; the aioquic yardstick always has MAX_DATAGRAM_SIZE."""
-    directory: Path
-    """Holds ca.pem, cert.pem and key.pem."""
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """What one process used: processor seconds since "go", and its peak memory in octets."""
-
-    cpu: float
-    peak: int
-
-
-@dataclass(frozen=True, slots=True)
-class Sunk:
-    """What the subscriber saw: octets of payload, and seconds until the first of it and until the last."""
-
-    size: int
-    first: float
-    whole: float
+HERE: Final = Path(__file__).resolve().parent
+ROOT: Final = HERE.parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,274 +53,55 @@ class Measurement:
         return self.sunk.size / self.sunk.whole
 
 
-class Control:
-    """The child's end of the benchmark: when to start, and what to tell."""
+class Child:
+    """A process of a row, and what it tells."""
 
-    def __init__(self, pipe: Connection, settings: Settings) -> None:
-        self.settings = settings
-        self._pipe = pipe
-        self._cpu = 0.0
-        self._go = 0.0
-        self._size = 0
-        self._first: float | None = None
-        self._whole: float | None = None
-
-    async def serve(self, port: int) -> None:
-        """For a publisher that listens on `port`: returns when it may end."""
-        self._pipe.send(port)
-        await self._wait()
-        self._cpu = time.process_time()
-        await self._wait()
-        self._pipe.send(self._usage())
-
-    async def go(self) -> None:
-        """For a subscriber that is connected: returns when the clock starts."""
-        self._pipe.send(None)
-        await self._wait()
-        self._cpu = time.process_time()
-        self._go = time.perf_counter()
-
-    def received(self, size: int) -> None:
-        """For a subscriber: so many more octets of payload are here."""
-        self._size += size
-        if self._first is None:
-            self.first()
-
-    def first(self) -> None:
-        """For a subscriber: what counts as the first data is here (by default the first octet)."""
-        self._first = time.perf_counter() - self._go
-
-    def finished(self) -> None:
-        """For a subscriber: all is here, the clock stops."""
-        self._whole = time.perf_counter() - self._go
-        assert self._first is not None
-        self._pipe.send((Sunk(self._size, self._first, self._whole), self._usage()))
-
-    async def _wait(self) -> None:
-        await asyncio.get_running_loop().run_in_executor(None, self._pipe.recv)
-
-    def _usage(self) -> Usage:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return Usage(time.process_time() - self._cpu, peak if sys.platform == "darwin" else peak * 1024)
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A way to move data.
-
-    `publish(control)` listens, awaits `control.serve(port)`, and ends. `sink(control, port)` connects, awaits
-    `control.go()`, calls `control.received(octets)` as data comes, and in the end `control.finished()`.
-    """
-
-    name: str
-    publish: Callable[[Control], Awaitable[None]]
-    sink: Callable[[Control, int], Awaitable[None]]
-
-
-async def publish_tcp(control: Control) -> None:
-    """asyncio streams: one connection, the whole size in chunks, with drain()."""
-    chunk = bytes(CHUNK)
-
-    async def on_client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readexactly(1)
-        for _ in range(control.settings.tcp_size // CHUNK):
-            writer.write(chunk)
-            await writer.drain()
-        writer.close()
-
-    server = await asyncio.start_server(on_client, HOST, 0)
-    async with server:
-        await control.serve(server.sockets[0].getsockname()[1])
-
-
-async def sink_tcp(control: Control, port: int) -> None:
-    reader, writer = await asyncio.open_connection(HOST, port)
-    await control.go()
-    writer.write(b"g")
-    while data := await reader.read(CHUNK):
-        control.received(len(data))
-    control.finished()
-    writer.close()
-
-
-async def publish_aioquic(control: Control) -> None:
-    """aioquic as it comes: its own asyncio server, all written to one unidirectional stream at once."""
-    from aioquic.asyncio.protocol import QuicConnectionProtocol
-    from aioquic.asyncio.server import serve
-    from aioquic.quic.configuration import QuicConfiguration
-    from aioquic.quic.events import QuicEvent, StreamDataReceived
-
-    data = bytes(control.settings.size)
-
-    class Publisher(QuicConnectionProtocol):
-        def quic_event_received(self, event: QuicEvent) -> None:
-            if isinstance(event, StreamDataReceived) and event.data:
-                stream = self._quic.get_next_available_stream_id(is_unidirectional=True)
-                self._quic.send_stream_data(stream, data, end_stream=True)
-                self.transmit()
-
-    configuration = QuicConfiguration(
-        is_client=False, alpn_protocols=[ALPN], max_datagram_size=MAX_DATAGRAM_SIZE
-    )
-    configuration.load_cert_chain(
-        control.settings.directory / "cert.pem", control.settings.directory / "key.pem"
-    )
-    server = await serve(HOST, 0, configuration=configuration, create_protocol=Publisher)
-    assert server._transport is not None  # its server tells nobody which port it got, but the transport does
-    await control.serve(server._transport.get_extra_info("sockname")[1])
-    server.close()
-
-
-async def sink_aioquic(control: Control, port: int) -> None:
-    from aioquic.asyncio.client import connect
-    from aioquic.asyncio.protocol import QuicConnectionProtocol
-    from aioquic.quic.configuration import QuicConfiguration
-    from aioquic.quic.events import QuicEvent, StreamDataReceived
-
-    ended = asyncio.Event()
-
-    class Subscriber(QuicConnectionProtocol):
-        def quic_event_received(self, event: QuicEvent) -> None:
-            if isinstance(event, StreamDataReceived):
-                control.received(len(event.data))
-                if event.end_stream:
-                    ended.set()
-
-    configuration = QuicConfiguration(alpn_protocols=[ALPN], max_datagram_size=MAX_DATAGRAM_SIZE)
-    configuration.load_verify_locations(str(control.settings.directory / "ca.pem"))
-    async with connect(HOST, port, configuration=configuration, create_protocol=Subscriber) as protocol:
-        await protocol.wait_connected()
-        await control.go()
-        _, writer = await protocol.create_stream()
-        writer.write(b"g")
-        await ended.wait()
-        control.finished()
-
-
-def _descriptor(settings: Settings) -> Descriptor:
-    """8 heads of 128 bfloat16 elements: 2 KiB a token and component, so that an Object has the asked size."""
-    from kvcs.identity import Descriptor
-
-    digest = "0" * 64
-    return Descriptor.parse(
-        {
-            "profile": "kvsp-lp1",
-            "model": "benchmark",
-            "model_sha256": digest,
-            "tokenizer_sha256": digest,
-            "adapter_sha256": None,
-            "attention": "gqa",
-            "layers": settings.layers,
-            "kv_heads": 8,
-            "head_dim": 128,
-            "dtype": "bfloat16",
-            "block_tokens": settings.object_size // 2048,
-            "layout": "thd-le",
-            "position": {"kind": "none"},
-            "window": 0,
-            "kv_scales_sha256": None,
-        }
-    )
-
-
-def _tokens(settings: Settings) -> range:
-    return range(settings.size // (2 * settings.layers * 2048))
-
-
-async def publish_kvcs(control: Control) -> None:
-    """The product: all layers published before "go", then served by FETCH."""
-    import numpy as np
-
-    import moqt
-    from kvcs.identity import ScopeKey
-    from kvcs.publisher import Publisher
-
-    settings = control.settings
-    publisher = Publisher(_descriptor(settings), ScopeKey(bytes(32)))
-    publication = publisher.publish(_tokens(settings))
-    shape = (len(_tokens(settings)), 8, 128)
-    for layer in range(settings.layers):
-        k, v = (
-            np.frombuffer(os.urandom(2 * shape[0] * 8 * 128), publisher.geometry.dtype).reshape(shape)
-            for _ in "kv"
+    def __init__(self, row: Row, settings: Settings, *port: str) -> None:
+        command = [sys.executable, str(HERE / "rows.py"), row.name, json.dumps(asdict(settings)), *port]
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path},
         )
-        await publication.segment.put_layer(layer, k, v)
-    directory = settings.directory
-    async with moqt.serve(
-        HOST,
-        0,
-        certificate=directory / "cert.pem",
-        key=directory / "key.pem",
-        tracks=publisher.tracks,
-        options=moqt.QuicOptions(max_datagram_size=settings.datagram_size),
-    ) as server:
-        await control.serve(server.port)
 
+    def hear(self) -> dict[str, Any]:
+        """The next that it tells. Raises RuntimeError when it has ended instead (its stderr says why)."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"a process of a row ended early: {self.process.args!r}")
+        heard: dict[str, Any] = json.loads(line)
+        return heard
 
-async def sink_kvcs(control: Control, port: int) -> None:
-    """Discovery, manifest, every check of every Object, and each layer dropped when it is handed over."""
-    import moqt
-    from kvcs.identity import ScopeKey
-    from kvcs.subscriber import Subscriber
+    def nudge(self) -> None:
+        """Let it go on."""
+        assert self.process.stdin is not None
+        print(file=self.process.stdin, flush=True)
 
-    settings = control.settings
-    options = moqt.QuicOptions(max_datagram_size=settings.datagram_size)
-    async with moqt.connect(
-        f"moqt://{HOST}:{port}/", ca=settings.directory / "ca.pem", options=options
-    ) as session:
-        subscriber = Subscriber(session, _descriptor(settings), ScopeKey(bytes(32)))
-        await control.go()
-        async with await subscriber.receive(_tokens(settings)) as reception:
-            async for layer in reception:
-                assert layer.v is not None
-                control.received(layer.k.nbytes + layer.v.nbytes)
-        control.finished()
-
-
-TCP: Final = Row("TCP, asyncio streams", publish_tcp, sink_tcp)
-AIOQUIC: Final = Row("aioquic, one uni stream", publish_aioquic, sink_aioquic)
-KVCS: Final = Row("kvcs, digests checked", publish_kvcs, sink_kvcs)
-ROWS: Final = (TCP, AIOQUIC, KVCS)
-
-
-def child(row: Row, settings: Settings, pipe: Connection, port: int | None) -> None:
-    """What a process of a row runs: the publisher, or with a port the subscriber."""
-    control = Control(pipe, settings)
-
-    async def run() -> None:
-        await (row.publish(control) if port is None else row.sink(control, port))
-
-    asyncio.run(run())
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
 
 
 def measure(row: Row, settings: Settings) -> Measurement:
-    """One row, once. Raises EOFError when one of its processes ends early (what it printed says why)."""
-    context = multiprocessing.get_context("spawn")
-    publisher, publisher_end = context.Pipe()
-    subscriber, subscriber_end = context.Pipe()
-    processes = [context.Process(target=child, args=(row, settings, publisher_end, None), daemon=True)]
+    """One row, once."""
+    children = [Child(row, settings)]
     try:
-        processes[0].start()
-        publisher_end.close()
-        port = publisher.recv()
-        processes.append(
-            context.Process(target=child, args=(row, settings, subscriber_end, port), daemon=True)
-        )
-        processes[1].start()
-        subscriber_end.close()
-        subscriber.recv()
-        publisher.send("go")
-        subscriber.send("go")
-        sunk, subscriber_usage = subscriber.recv()
-        publisher.send("stop")
-        publisher_usage = publisher.recv()
-        for process in processes:
-            process.join()
+        publisher = children[0]
+        children.append(Child(row, settings, str(publisher.hear()["port"])))
+        subscriber = children[1]
+        subscriber.hear()
+        publisher.nudge()
+        subscriber.nudge()
+        told = subscriber.hear()
+        publisher.nudge()
+        return Measurement(Sunk(**told["sunk"]), Usage(**publisher.hear()["usage"]), Usage(**told["usage"]))
     finally:
-        for process in processes:
-            process.kill()
-            process.join()
-    return Measurement(sunk, publisher_usage, subscriber_usage)
+        for child in children:
+            child.end()
 
 
 def machine() -> str:
@@ -484,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             object_size=options.object_size << 10,
             layers=options.layers,
             datagram_size=options.datagram_size,
-            directory=Path(directory),
+            directory=directory,
         )
         rounds = [{row.name: measure(row, settings) for row in ROWS} for _ in range(options.rounds)]
     print(table(rounds))

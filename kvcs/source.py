@@ -13,12 +13,7 @@ from kvcs.layout import Geometry
 from kvcs.manifest import Manifest, SegmentEntry, check, check_successor, confirmed_segments
 from kvcs.names import MANIFEST, MANIFEST_COSE, PublicationName
 from kvcs.progress import Progress, insist
-from moqt.errors import (
-    MoqtError,
-    RequestCode,
-    RequestRejected,
-    StreamReset,
-)
+from moqt.errors import MoqtError, RequestCode, RequestRejected, StreamReset
 from moqt.filters import LocationFilter
 from moqt.names import FullTrackName
 from moqt.session import Session
@@ -31,9 +26,6 @@ logger = logging.getLogger(__name__)
 
 LARGE_MANIFEST: Final = 256 * 1024
 """Octets from which a manifest is parsed off the event loop (security 4.4)."""
-
-SILENCE: Final = 2.0
-"""Seconds in which the fill must bring the current manifest, or it is asked for again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,26 +116,13 @@ class Source:
 
     async def _follow(self) -> bool:
         """Take each version that comes, until the publisher ends the track."""
-        while True:
-            async with await self._subscribe() as subscription:
-                try:
-                    return await self._follow_subscription(subscription)
-                except TimeoutError:
-                    logger.info("publication %s: the manifest does not come; asking again", self)
-
-    async def _follow_subscription(self, subscription: Subscription) -> bool:
-        while True:
-            # A fill that is reset before its header has come leaves no trace.
-            silence = SILENCE if self._version < 0 and subscription.expects_fill else None
-            try:
-                async with asyncio.timeout(silence):
-                    item = await anext(subscription)
-            except StopAsyncIteration:
-                return True
-            if isinstance(item, ReceivedObject) and item.status is ObjectStatus.NORMAL:
-                await self._take(item)
-            elif isinstance(item, StreamEnd) and item.code is not None and self._version < 0:
-                raise StreamReset(item.code)
+        async with await self._subscribe() as subscription:
+            async for item in subscription:
+                if isinstance(item, ReceivedObject) and item.status is ObjectStatus.NORMAL:
+                    await self._take(item)
+                elif isinstance(item, StreamEnd) and item.code is not None and self._version < 0:
+                    raise StreamReset(item.code)
+        return True
 
     async def _take(self, item: ReceivedObject) -> None:
         if item.location.object != 0:

@@ -53,8 +53,9 @@ class Subscriber:
     `codecs` are the codecs to take, the preferred first. `patience` is how many seconds may pass without
     progress before the rest counts as missing, `budget` how many the whole may take, from the call of
     `receive` on (None: no bound but patience): not more than recomputing would (kvcs 7.4). `segment_wait` is
-    how long to wait for a further segment when those announced are done and do not cover the tokens.
-    `require_signed` accepts only "manifest.cose". Raises InvalidValue.
+    how long to wait for a further segment when those announced are done and do not cover the tokens; not
+    when all was complete from the start, since then nothing more is likely to come. `require_signed` accepts
+    only "manifest.cose". Raises InvalidValue.
     """
 
     def __init__(
@@ -126,12 +127,7 @@ class Subscriber:
         progress = Progress()
         try:
             async with asyncio.timeout(self.budget) as whole:
-                if publications is None:
-                    publications = [found.name for found in await self.discover(tokens, wait=wait)]
-                sources = [
-                    Source(self.session, name, wanted, progress) for name in dict.fromkeys(publications)
-                ]
-                await self._wait_for_manifests(sources, progress)
+                sources = await self._find(tokens, wanted, publications, wait, progress)
             return Reception(self, wanted, sources, progress, started)
         except BaseException as error:
             await progress.close()
@@ -141,13 +137,48 @@ class Subscriber:
                 ) from None
             raise
 
-    async def _wait_for_manifests(self, sources: list[Source], progress: Progress) -> None:
-        """Wait until the publications are known to be of use or not, and sort them, the best first. Raises
-        NothingFound.
+    async def _find(
+        self,
+        tokens: Tokens,
+        wanted: Wanted,
+        publications: Sequence[PublicationName] | None,
+        wait: float,
+        progress: Progress,
+    ) -> list[Source]:
+        """The publications to receive from, the best first; the first one is of use. Raises NothingFound."""
+        blocks = len(wanted.keys)
+        faults: list[str] = []
+        while True:
+            if publications is None:
+                found = await self.discover(tokens[: blocks * self.descriptor.block_tokens], wait=wait)
+                names = [one.name for one in found]
+            else:
+                names = list(dict.fromkeys(publications))
+            sources = [Source(self.session, name, wanted, progress) for name in names]
+            await self._wait_for_manifests(sources, progress)
+            sources.sort(key=Source.rank)
+            if sources and sources[0].usable:
+                return sources
+            if self.session.error is not None:
+                raise self.session.error
+            late = f"no manifest came within {self.patience:g} s"  # kvcs 14 #6
+            faults += [f"{source}: {source.fault or late}" for source in sources]
+            silent = not all(source.ready for source in sources)
+            if not sources or publications is not None or silent or found[0].blocks == 1:
+                raise NothingFound(
+                    f"no usable publication was found: {'; '.join(faults)}"
+                    if faults
+                    else "no publication was found"
+                )
+            blocks = found[0].blocks - 1  # kvcs 7.1: those of a shorter prefix may be of use.
+
+    async def _wait_for_manifests(self, sources: Sequence[Source], progress: Progress) -> None:
+        """Wait until it is known whether the publications are of use: for so long as patience lasts, and not
+        much longer than for the first that is.
         """
         loop = asyncio.get_running_loop()
         end = loop.time() + self.patience
-        try:
+        with suppress(TimeoutError):
             while not all(source.ready for source in sources):
                 if any(source.usable for source in sources):
                     end = min(end, loop.time() + RANKING)
@@ -155,18 +186,9 @@ class Subscriber:
                 async with asyncio.timeout_at(end):
                     await progress.news.wait()
                 progress.check()
-        except TimeoutError:
-            pass  # Some are not known yet; they may still be of use later.
-        sources.sort(key=Source.rank)
         for source in sources:
             if source.fault is not None:
                 logger.warning("publication %s is not used: %s", source, source.fault)
-        if not any(source.usable for source in sources):
-            late = f"no manifest came within {self.patience:g} s"  # kvcs 14 #6
-            faults = "; ".join(f"{source}: {source.fault or late}" for source in sources)
-            raise NothingFound(
-                f"no usable publication was found: {faults}" if faults else "no publication was found"
-            )
 
 
 class Reception:
@@ -389,7 +411,8 @@ class Reception:
         loop = asyncio.get_running_loop()
         subscriber, progress = self._subscriber, self._progress
         done = all(retrieval.assembly.done for retrieval in self._retrievals)
-        if done and self._covered >= self._wanted.blocks:
+        live = any(retrieval.live for retrieval in self._retrievals)
+        if done and (self._covered >= self._wanted.blocks or not live):
             self._over = True
             return
         patience = subscriber.segment_wait if done else subscriber.patience

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from moqt.errors import (
@@ -14,6 +14,7 @@ from moqt.errors import (
     ProtocolError,
     RequestCode,
     RequestRejected,
+    ResetCode,
     SessionClosed,
     StreamReset,
     UsageError,
@@ -26,7 +27,7 @@ from moqt.wire import Goaway, Message, Parameters, Request, RequestError, Reques
 if TYPE_CHECKING:
     from moqt.session import Session
 
-__all__ = ["OwnRequest", "ask", "rejected", "session_error"]
+__all__ = ["OwnRequest", "ask", "in_time", "rejected", "session_error"]
 
 
 class OwnRequest:
@@ -37,6 +38,8 @@ class OwnRequest:
         self.request = stream
         self._updates: deque[asyncio.Future[RequestOk]] = deque()
         self._error: Exception | None = None
+        self._fin = False
+        """Whether the responder has said all that it had to."""
 
     async def follow(self) -> None:
         """Read the request stream to its end. Raises ProtocolError, ConnectionClosed."""
@@ -46,6 +49,8 @@ class OwnRequest:
                     self._answer(message)
                 else:
                     self._on_message(message)
+            self._fin = True
+            self._end_updates(_ended())  # moqt 3.4: no answer comes behind FIN.
             self._on_fin()
         except (StreamReset, RequestRejected) as error:
             self._broken(error)
@@ -54,10 +59,7 @@ class OwnRequest:
         """The request has ended by `error`; the first one counts."""
         if self._error is None:
             self._error = error
-        for future in self._updates:
-            if not future.done():
-                future.set_exception(self._error)
-                future.exception()  # Whoever waits gets it; nobody has to.
+        self._end_updates(self._error)
         self.session.forget(self)
 
     def lost(self, error: Exception) -> None:
@@ -91,7 +93,14 @@ class OwnRequest:
             await self.request.send(RequestUpdate(request_id, parameters))
         except ConnectionClosed as closed:
             raise session_error(closed) from None
-        return await self.session.in_time(future, "the reply to a REQUEST_UPDATE")
+        return await in_time(future, "the reply to a REQUEST_UPDATE", self.session.limits.reply_deadline)
+
+    def _end_updates(self, error: Exception) -> None:
+        """No update is answered any more."""
+        for future in self._updates:
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # Whoever waits gets it; nobody has to.
 
     def _answer(self, message: RequestOk | RequestError) -> None:
         future = self._updates.popleft()
@@ -105,11 +114,23 @@ class OwnRequest:
     def _check_alive(self) -> None:
         if self._error is not None:
             raise self._error
-        if self.request.over:
-            raise RequestRejected(RequestCode.INTERNAL_ERROR, "the request is over, nothing can be updated")
+        if self._fin or self.request.over or self.request.finished:
+            raise _ended()
 
 
 R = TypeVar("R", bound=OwnRequest)
+T = TypeVar("T")
+
+
+async def in_time(awaitable: Awaitable[T], what: str, seconds: float) -> T:
+    """Await, `seconds` at most. Raises DeadlineExceeded for `what`."""
+    try:
+        async with asyncio.timeout(seconds) as scope:
+            return await awaitable
+    except TimeoutError:
+        if scope.expired():
+            raise DeadlineExceeded(what, seconds) from None
+        raise
 
 
 async def ask(
@@ -150,15 +171,19 @@ async def ask(
             made = make(channel)
             session.keep(made)
             try:
-                return made, await _exchange(channel, fin)
-            except ProtocolError as error:
-                session.forget(made)
-                session.abort(error.code, error.reason)
-                raise
+                reply = await _exchange(channel, fin)
+                if fin:
+                    session.spawn(_leave(channel, session.limits.linger), "end of a request")
+                return made, reply
             except BaseException as error:
-                session.forget(made)
-                if not isinstance(error, RequestRejected):
+                if isinstance(error, ProtocolError):
+                    session.abort(error.code, error.reason)
+                elif isinstance(error, RequestRejected):
+                    session.spawn(_leave(channel, session.limits.linger), "end of a request")
+                else:
                     channel.cancel()
+                # What came of it already goes with it.
+                made.fail(error if isinstance(error, Exception) else StreamReset(ResetCode.CANCELLED))
                 raise
     except TimeoutError:
         if scope.expired():
@@ -174,9 +199,24 @@ async def _exchange(channel: RequestStream, fin: bool) -> Message:
         pass
     assert reply is not None  # FIN without a reply is an error (moqt 3.4).
     if isinstance(reply, RequestError):
-        await channel.finish()
         raise rejected(reply)
     return reply
+
+
+async def _leave(channel: RequestStream, seconds: float) -> None:
+    """The request is over with its reply: FIN, and read what the peer still says, to its FIN, `seconds` at
+    most (moqt 3.4). Else a second final reply would not be seen (moqt 20 #22), and the stream never go.
+    """
+    await channel.finish()
+    try:
+        async with asyncio.timeout(seconds):
+            await channel.drain()
+    except TimeoutError:
+        channel.stream.stop(ResetCode.CANCELLED)
+
+
+def _ended() -> RequestRejected:
+    return RequestRejected(RequestCode.INTERNAL_ERROR, "the request is over, nothing can be updated")
 
 
 def rejected(message: RequestError) -> RequestRejected:

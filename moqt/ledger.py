@@ -82,8 +82,9 @@ class Ledger:
                 raise MalformedTrack(f"a second, different Object at {location}")
             return False
         self._count += 1
-        check_object_properties(header.properties)
-        self._check_gaps(location, header.properties)
+        if header.properties:
+            check_object_properties(header.properties)
+            self._check_gaps(location, header.properties)
         group.largest = max(group.largest, location.object)
         if self._largest is None or location > self._largest:
             self._largest = location

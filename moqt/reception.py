@@ -74,7 +74,7 @@ class ReceivedObject:
 @dataclass(frozen=True, slots=True)
 class StreamEnd:
     """A data stream has ended: by FIN (`code` None), or broken with `code`. `group` is None for a fill or
-    fetch stream.
+    fetch stream, and for a stream that broke before it said of which Group it is.
     """
 
     group: int | None
@@ -127,8 +127,8 @@ Sink = Callable[[Header], Inlet]
 class Reception(OwnRequest):
     """A queue of Objects, bounded in bytes, which the data streams fill and the application empties.
 
-    While more than `limits.receive_buffer` bytes wait in it, the streams are not read, and flow control then
-    stops the peer.
+    While more than `limits.receive_buffer` bytes wait, those of Objects that have not come whole included,
+    the streams are not read, and flow control then stops the peer.
     """
 
     def __init__(self, session: Session, stream: RequestStream, track: FullTrackName) -> None:
@@ -160,9 +160,7 @@ class Reception(OwnRequest):
             self._wake.clear()
             await self._wake.wait()
         item = self._items.popleft()
-        self._held -= _cost(item)
-        if self._held <= self.session.limits.receive_buffer:
-            self._room.set()
+        self._hold(-_cost(item))
         return item
 
     async def close(self) -> None:
@@ -297,10 +295,18 @@ class Reception(OwnRequest):
     def _put(self, item: Item) -> None:
         if not self._over:
             self._items.append(item)
-            self._held += _cost(item)
-            if self._held > self.session.limits.receive_buffer:
-                self._room.clear()
+            self._hold(_cost(item))
             self._wake.set()
+
+    def _hold(self, size: int) -> None:
+        """Count bytes that came, or went. While the queue is empty there is room for the rest of what has
+        come in part: else nothing would ever be whole.
+        """
+        self._held += size
+        if self._held <= self.session.limits.receive_buffer or not self._items or self._over:
+            self._room.set()
+        else:
+            self._room.clear()
 
     async def _read(
         self, stream: Stream, decoder: DataStreamDecoder, header: Header, events: Iterator[Event]
@@ -310,7 +316,6 @@ class Reception(OwnRequest):
         filled = 0
         buffer = bytearray()
         current: ObjectHeader | None = None
-        last: ObjectHeader | None = None
         try:
             while True:
                 for event in events:
@@ -318,20 +323,26 @@ class Reception(OwnRequest):
                         size = len(event.data)
                         buffer[filled : filled + size] = event.data
                         filled += size
-                        if event.last and current is not None:
-                            await self._take(current, buffer, fill)
-                    elif type(event) is ObjectHeader:
-                        current = last = event
+                        self._hold(size)
+                        if not event.last or current is None:
+                            continue
                         filled = 0
+                        self._take(current, buffer, fill)
+                    elif type(event) is ObjectHeader:
+                        current = event
                         if event.size > self.session.limits.max_object_size:
                             stream.stop(ResetCode.EXCESSIVE_LOAD)
                             return ResetCode.EXCESSIVE_LOAD
                         buffer = bytearray(min(event.size, _PREALLOCATED))
-                        if not event.size:
-                            await self._take(current, buffer, fill)
+                        if event.size:
+                            continue
+                        self._take(event, buffer, fill)
                     elif type(event) is EndOfRange:
                         self._put(RangeNotice(event.kind, event.location))
-                        await self._room.wait()
+                    if not self._room.is_set():
+                        await self._wait_for_room()
+                if not self._room.is_set():
+                    await self._wait_for_room()
                 data = await stream.read()
                 if not data:
                     break
@@ -339,8 +350,10 @@ class Reception(OwnRequest):
             decoder.finish()
         except StreamReset as error:
             return error.code
-        if isinstance(header, SubgroupHeader) and last is not None and last.status is ObjectStatus.NORMAL:
-            self._note_end(header, last)
+        finally:
+            self._hold(-filled)
+        if isinstance(header, SubgroupHeader) and current and current.status is ObjectStatus.NORMAL:
+            self._note_end(header, current)
         return None
 
     async def _pour(
@@ -382,20 +395,22 @@ class Reception(OwnRequest):
             inlet.cut()
         return None
 
+    async def _wait_for_room(self) -> None:
+        while not self._room.is_set():  # Others that waited may have taken it.
+            await self._room.wait()
+
     def _note_end(self, header: SubgroupHeader, last: ObjectHeader) -> None:
         """What FIN of a subgroup stream tells (moqt 12.2, 12.6). Raises MalformedTrack."""
         if header.end_of_group:
             self._ledger.end_group(header.group, last.location.object + 1)
 
-    async def _take(self, header: ObjectHeader, payload: bytearray, request_id: int | None) -> None:
-        """Queue an Object, unless it is here already; wait while the queue is full."""
-        if not self._wanted(header, request_id):
-            return
+    def _take(self, header: ObjectHeader, payload: bytearray, request_id: int | None) -> None:
+        """Queue an Object, unless it is here already or was not asked for."""
         priority = header.priority
         if priority is None:
             default = get(self.properties, PropertyType.DEFAULT_PUBLISHER_PRIORITY)
             priority = default if isinstance(default, int) else _DEFAULT_PRIORITY
-        if self._ledger.record(header, payload, priority=priority):
+        if self._wanted(header, request_id) and self._ledger.record(header, payload, priority=priority):
             self._put(
                 ReceivedObject(
                     header.location,
@@ -407,7 +422,7 @@ class Reception(OwnRequest):
                     request_id is not None,
                 )
             )
-        await self._room.wait()
+        self._hold(-len(payload))  # What came in part has come.
 
 
 def _cost(item: Item) -> int:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_right
 from collections import deque
 
 from moqt.errors import (
@@ -41,19 +42,21 @@ _SLICE = 16 * 1024
 """Bytes that are decoded at once, so that a chunk of many small messages does not take much memory."""
 
 _MAX_ID_GAPS = 65536
+"""Ranges of Request IDs, passed over by the peer, that may still come."""
 
 
 class RequestIds:
     """The Request IDs of both sides: ours are even on a client and odd on a server, the peer's the others
     (moqt 3.3).
 
-    What the peer has used is kept compactly: all below `_expected`, and some above.
+    An ID may come late, or never: a request that was cancelled before it left has taken one too. What the
+    peer has used is kept compactly, as all below `_expected` but those in `_gaps`.
     """
 
     def __init__(self, *, is_client: bool) -> None:
         self._next = 0 if is_client else 1
         self._expected = 1 if is_client else 0
-        self._above: set[int] = set()
+        self._gaps: list[range] = []
 
     def next(self) -> int:
         """An ID of ours that was not used yet."""
@@ -62,17 +65,22 @@ class RequestIds:
 
     def check(self, number: int) -> None:
         """Note an ID that the peer uses. Raises ProtocolError INVALID_REQUEST_ID (moqt 20 #15)."""
-        if number % 2 != self._expected % 2 or number < self._expected or number in self._above:
+        if number % 2 != self._expected % 2:
             raise ProtocolError(
-                SessionCode.INVALID_REQUEST_ID,
-                f"Request ID {number} is of the wrong side, or was used before",
+                SessionCode.INVALID_REQUEST_ID, f"Request ID {number} is one of the other side's"
             )
-        self._above.add(number)
-        while self._expected in self._above:
-            self._above.remove(self._expected)
-            self._expected += 2
-        if len(self._above) > _MAX_ID_GAPS:
-            raise ProtocolError(SessionCode.INVALID_REQUEST_ID, "Request IDs have too many gaps")
+        if number >= self._expected:
+            if number > self._expected:
+                self._gaps.append(range(self._expected, number, 2))
+            self._expected = number + 2
+        else:
+            index = bisect_right(self._gaps, number, key=lambda gap: gap.start) - 1
+            if index < 0 or number not in self._gaps[index]:
+                raise ProtocolError(SessionCode.INVALID_REQUEST_ID, f"Request ID {number} was used before")
+            gap = self._gaps[index]
+            parts = range(gap.start, number, 2), range(number + 2, gap.stop, 2)
+            self._gaps[index : index + 1] = [part for part in parts if part]
+        del self._gaps[:-_MAX_ID_GAPS]  # The oldest ones count as used.
 
 
 class RequestStream:

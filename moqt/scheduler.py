@@ -231,6 +231,8 @@ class Scheduler:
     async def _wait(self, condition: Callable[[], bool]) -> None:
         if self._stopped is not None:
             raise self._stopped
+        if condition():
+            return
         future = asyncio.get_running_loop().create_future()
         self._waiters.append((condition, future))
         self._connection.kick()

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
-from moqt.asking import OwnRequest, ask, session_error
+from moqt.asking import OwnRequest, ask, in_time, session_error
 from moqt.auth import TokenCache
 from moqt.errors import (
     ConnectionLost,
@@ -72,8 +72,6 @@ logger = logging.getLogger(__name__)
 
 IMPLEMENTATION = "kvcs-moqt/0"
 _RESERVED_NAMESPACES = (b".", b".session")
-
-T = TypeVar("T")
 
 
 class Session:
@@ -138,7 +136,7 @@ class Session:
         self._watcher = asyncio.create_task(self._watch(accepting), name=f"{self.connection.id} end")
         try:
             try:
-                await self.in_time(self._set_up(), "the exchange of SETUP", self.limits.setup_deadline)
+                await in_time(self._set_up(), "the exchange of SETUP", self.limits.setup_deadline)
             except DeadlineExceeded:
                 self.abort(SessionCode.CONTROL_MESSAGE_TIMEOUT, "SETUP was not exchanged in time")
                 raise
@@ -382,17 +380,6 @@ class Session:
         """The (type, value) pairs of a message's tokens. Raises ProtocolError, RequestRefused (moqt 2.7)."""
         return self._token_cache.resolve(parameters.tokens)
 
-    async def in_time(self, awaitable: Awaitable[T], what: str, seconds: float | None = None) -> T:
-        """Await, `seconds` at most (`limits.reply_deadline` if None). Raises DeadlineExceeded."""
-        seconds = self.limits.reply_deadline if seconds is None else seconds
-        try:
-            async with asyncio.timeout(seconds) as scope:
-                return await awaitable
-        except TimeoutError:
-            if scope.expired():
-                raise DeadlineExceeded(what, seconds) from None
-            raise
-
     def keep(self, made: OwnRequest) -> None:
         """A request of ours has been made."""
         self._requests.add(made)
@@ -424,9 +411,16 @@ class Session:
             raise self.error
 
     def _follow(self, made: OwnRequest) -> None:
-        task = self.spawn(made.follow(), type(made).__name__, reads=True)
+        task = self.spawn(self._follow_to_end(made), type(made).__name__, reads=True)
         self._followers.add(task)
         task.add_done_callback(self._followers.discard)
+
+    async def _follow_to_end(self, made: OwnRequest) -> None:
+        try:
+            await made.follow()
+        except ConnectionClosed as closed:
+            await self.subscribing.settled()
+            made.lost(session_error(closed))
 
     async def _guard(self, coroutine: Coroutine[Any, Any, None], what: str) -> None:
         try:
@@ -445,9 +439,11 @@ class Session:
         closed = await self.connection.wait_closed()
         self.scheduler.stop(closed)
         # What had come before the end is still read.
-        await asyncio.wait((accepting, *self._followers))
+        await asyncio.wait((accepting,))
         self._end()
         await self.subscribing.settled()
+        if self._followers:
+            await asyncio.wait(self._followers)
         for made in list(self._requests):
             made.lost(session_error(closed))
 

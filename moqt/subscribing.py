@@ -66,6 +66,11 @@ __all__ = [
 ]
 
 _RETIRED = 1024
+"""Track Aliases of the past that are known to be of the past."""
+
+_SUSPECTED = 64
+"""Streams reset before their header that a subscription takes note of."""
+
 _NOTHING = (LAST, Location(0, 0))
 
 
@@ -113,8 +118,9 @@ class Subscription(Reception):
     """A subscription to a Track: `async for` gives its Objects as they come, and tells when streams end.
 
     The iteration ends when the publisher has ended the subscription with PUBLISH_DONE and all its streams
-    have come to their end; `done` is then set. It raises when the subscription or the session breaks. Leaving
-    the `async with` block cancels.
+    have come to their end; `done` is then set. When streams that it counts did not come, a StreamEnd without
+    a Group says so before. The iteration raises when the subscription or the session breaks. Leaving the
+    `async with` block cancels.
     """
 
     def __init__(
@@ -232,6 +238,8 @@ class Subscription(Reception):
             self._due.discard(header.request_id)
 
     def suspect(self, code: int) -> None:
+        if len(self._suspected) >= _SUSPECTED:
+            return
         self._suspected.append(code)
         for request_id in self._due:
             self._after(self.session.limits.suspicion, self._fill_lost, request_id, code)
@@ -253,6 +261,8 @@ class Subscription(Reception):
 
     def _stream_ended(self, header: Header, code: int | None) -> None:
         self._streams_ended += 1
+        if isinstance(header, FetchHeader):
+            del self._fills[header.request_id]
         super()._stream_ended(header, code)
 
     def _note_end(self, header: SubgroupHeader, last: ObjectHeader) -> None:
@@ -283,7 +293,11 @@ class Subscription(Reception):
         """
         if self.done is not None and not (self._over or self._streams or self._cut):
             count = self.done.stream_count
-            if self._time_is_up or (count != UNKNOWN_STREAM_COUNT and self._streams_ended >= count):
+            missing = len(self._suspected) if count == UNKNOWN_STREAM_COUNT else count - self._streams_ended
+            if self._time_is_up or (missing <= 0 and count != UNKNOWN_STREAM_COUNT):
+                if missing > 0:
+                    for code in self._suspected[:missing] or [ResetCode.INTERNAL_ERROR]:
+                        self._put(StreamEnd(None, False, code))
                 self._finish()
         super()._settle()
 

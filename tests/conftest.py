@@ -60,8 +60,8 @@ def leak_check(request: pytest.FixtureRequest) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """PEM files. `chain` and `key` are the server's, signed by `ca`; so is the expired pair; `other_ca` signed
-    nothing.
+    """PEM files. `chain` and `key` are the server's, signed by `ca`, and so is the expired pair; `other_ca`
+    signed nothing.
     """
 
     ca: Path

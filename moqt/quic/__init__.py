@@ -1,5 +1,7 @@
 """QUIC for the rest of moqt: the only place that imports a QUIC library.
 
-`api` says what a connection and a stream are and imports nothing of aioquic; `connection` and `udp` are the
-real thing over aioquic; `memory` is the same thing inside one process, for tests.
+`api` says what a connection and a stream are and imports nothing of aioquic. `udp` dials and listens, over
+`datagrams` (one socket), `connection` (streams over aioquic) and `engine` (aioquic with our flow control,
+made quicker by `sending` and `receiving`). `memory` and `virtual` are the same thing inside one process, and
+a clock that jumps, for tests. What both kinds share is in `base`.
 """

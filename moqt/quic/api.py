@@ -69,9 +69,7 @@ class ConnectionClosed(MoqtError):
 
 
 class NoStreamCredit(MoqtError):
-    """The peer does not allow one more stream of this kind right now; `Connection.open_when_possible` waits
-    for it.
-    """
+    """The peer allows no more streams of this kind now; `Connection.open_when_possible` waits for one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,23 +119,21 @@ class Stream(ABC):
     bidirectional: bool
 
     stopped: int | None
-    """The code of a STOP_SENDING from the peer, once one came (our sending side is then already reset with
-    that code).
-    """
+    """The code of the peer's STOP_SENDING once it came; our sending side is then reset with it already."""
 
     on_stopped: Callable[[int], None] | None
     """Called once, synchronously, when STOP_SENDING arrives, with its code."""
 
     @abstractmethod
     async def read(self) -> bytes:
-        """All that has arrived in order since the last read, at least one byte; b"" once the peer's FIN is
-        reached, and ever after.
+        """All that has arrived in order since the last read; at least one byte, b"" from the peer's FIN on.
 
-        Reading gives flow-control credit back to the peer. One reader at a time.
+        Reading gives flow-control credit back to the peer. One reader at a time; cancelling it loses nothing.
 
-        Raises StreamReset as soon as the peer has reset the stream, even if earlier bytes were not read;
-        ConnectionClosed when the connection has ended before the FIN was read (a broken stream never looks
-        like a finished one).
+        Raises StreamReset as soon as the peer has reset the stream, even if earlier bytes were not read.
+        Raises ConnectionClosed when the connection has ended: at once after our own close, else after what
+        had arrived, unless that ends with the FIN. A broken stream never looks like a finished one. Raises
+        UsageError after `stop`.
         """
 
     @property
@@ -150,11 +146,11 @@ class Stream(ABC):
 
     @abstractmethod
     def hand(self, data: Buffer, *, fin: bool = False) -> None:
-        """Hand bytes over to be sent; never blocks. For feeders, which look at `credit`, `Connection.credit`
-        and `unsent` first.
+        """Hand bytes over to be sent, without waiting.
 
-        Bytes beyond the credit are kept and sent when credit comes, and count as `unsent` until then. The
-        buffer is copied.
+        For feeders, which look at `credit`, `Connection.credit` and `Connection.unsent` first. Bytes leave in
+        the order of handing over, across all streams; those of a stream without credit let others pass and
+        count as `unsent` until credit comes. The buffer is copied. Outside the feeder it kicks.
 
         Raises StreamStopped, ConnectionClosed when writing has been ended for us; UsageError after our own
         FIN or reset.
@@ -162,24 +158,26 @@ class Stream(ABC):
 
     @abstractmethod
     async def write(self, data: Buffer, *, fin: bool = False) -> None:
-        """Hand bytes over in pieces as credit allows and while the connection has little unsent; for control
-        and request streams.
+        """Hand bytes over in pieces, waiting for credit and for room.
 
-        Returns when all is handed over, which is not yet sent, nor acknowledged. Raises as `hand` does.
+        For control and request streams: what is written goes before what feeders hand over, and may use the
+        last of the connection's credit, which feeders don't see. Returns when all is handed over, which is
+        not yet sent, nor acknowledged. Raises as `hand` does, also while it waits.
         """
 
     @abstractmethod
     def reset(self, code: int) -> None:
-        """Abort our sending side with RESET_STREAM; bytes not yet sent are dropped. No effect when it has
-        finished or was reset.
+        """Abort our sending side with RESET_STREAM; bytes not yet sent are dropped.
+
+        No effect when all was acknowledged, or the stream was reset or stopped, or the connection has ended.
         """
 
     @abstractmethod
     def stop(self, code: int) -> None:
-        """Ask the peer with STOP_SENDING to abort its sending side; unread and later bytes are dropped and
-        their credit returned.
+        """Ask the peer with STOP_SENDING to abort its sending side.
 
-        No effect when the peer has finished or reset the stream. A later `read` raises UsageError.
+        Unread and later bytes are dropped and their credit returned; a waiting or later `read` raises
+        UsageError. Nothing is sent when the peer has finished or reset the stream already.
         """
 
 
@@ -197,7 +195,7 @@ class Connection(ABC):
     feeder: Callable[[], None] | None
     """Called synchronously, before packets are built, whenever there may be room: after `kick`, after
     datagrams were processed (acknowledgements, credit), and on timers. What it hands over leaves in the same
-    pass. It must not raise.
+    pass. If it raises, the connection is closed.
     """
 
     on_datagram: Callable[[bytes], None] | None
@@ -214,8 +212,9 @@ class Connection(ABC):
     @property
     @abstractmethod
     def credit(self) -> int:
-        """Bytes that may still be handed over under the connection's flow control, beyond all handed over so
-        far.
+        """Bytes that feeders may still hand over under the connection's flow control.
+
+        Up to 64 KiB less than there is: they stay for control and request streams.
         """
 
     @abstractmethod
@@ -231,24 +230,25 @@ class Connection(ABC):
 
     @abstractmethod
     async def open_when_possible(self, *, bidirectional: bool) -> Stream:
-        """`open`, waiting for the peer's credit, first come first served. Raises ConnectionClosed."""
+        """Like `open`, waiting for the peer's credit, first come first served. Raises ConnectionClosed."""
 
     @abstractmethod
     async def accept(self) -> Stream:
-        """The next stream that the peer opened. Raises ConnectionClosed, once the streams that came before it
-        are taken.
+        """The next stream that the peer opened.
+
+        A stream counts against our limits until it was accepted, is over, and its end was read (or it was
+        stopped). Raises ConnectionClosed: at once after our own close, else when all that came is taken.
         """
 
     @abstractmethod
     def kick(self) -> None:
-        """Call the feeder and transmit soon (one pass for any number of calls in this turn of the event
-        loop).
-        """
+        """Call the feeder and transmit soon: one pass for any number of kicks in a turn of the event loop."""
 
     @abstractmethod
     def send_datagram(self, data: Buffer) -> None:
-        """Send an unreliable DATAGRAM. Raises UsageError when it does not fit into a packet or the peer takes
-        none, ConnectionClosed. When many wait already, it is dropped, as the network might have done.
+        """Send an unreliable DATAGRAM; when many wait already, drop it, as the network might have done.
+
+        Raises UsageError when it does not fit into a packet or the peer takes none, ConnectionClosed.
         """
 
     @abstractmethod
@@ -259,13 +259,15 @@ class Connection(ABC):
     def close(self, code: int = 0, reason: str = "") -> None:
         """Close with an application code and a reason (UTF-8, cut to 900 bytes). Idempotent.
 
-        Immediate, as QUIC has it: streams are not flushed. What must arrive has to be known to have arrived
-        (a reply, `ping`) before. `closed` is set at once; `wait_closed` tells when the peer must have heard
-        of it.
+        Immediate, as QUIC has it: what was handed over and fits into the congestion window leaves before the
+        close, but nothing of it is sent again, and the rest is dropped. What must arrive has to be known to
+        have arrived (by a reply) before. `closed` is set at once; `wait_closed` returns when it is over.
         """
 
     @abstractmethod
     async def wait_closed(self) -> ConnectionClosed:
-        """Wait until the connection is fully over: the close was sent, nothing of it is left in the event
-        loop.
+        """Wait until the connection is fully over: all is sent, nothing of it is left in the event loop.
+
+        After our own close that takes three probe time-outs (about 0.1 s in a local network), in which a peer
+        that did not hear of it is told again.
         """

@@ -326,6 +326,8 @@ class AioquicConnection(BaseConnection[AioquicStream]):
 
     def _close(self, why: ConnectionClosed, frame_type: int | None) -> None:
         if self.closed is None:
+            if self.ready and self.engine.unsent:
+                self._port.send(self.engine.datagrams_to_send(self._loop.time()))
             self.engine.close(error_code=why.code, frame_type=frame_type, reason_phrase=why.reason)
             self._begin_closing(why)
 

@@ -1,6 +1,6 @@
 """aioquic's sans-IO connection with our flow control, stream limits and sending order.
 
-EVERY use of a private attribute of aioquic stands here or in `moqt.quic.sending`; aioquic is pinned < 1.8.
+EVERY use of a private attribute of aioquic stands here, in `sending` or in `receiving`: it is pinned < 1.8.
 What differs from the `QuicConnection` that we derive from:
 
 - receive windows move when the application has read, where aioquic doubles them whenever data arrives;
@@ -33,7 +33,6 @@ from aioquic.quic.packet import (
     QuicErrorCode,
     QuicFrameType,
     QuicStreamFrame,
-    decode_packet_number,
 )
 from aioquic.quic.packet_builder import QuicDeliveryState, QuicPacketBuilder
 from aioquic.quic.recovery import MAX_ACK_RANGES, QuicPacketSpace
@@ -41,6 +40,7 @@ from aioquic.quic.stream import FinalSizeError, QuicStream, StreamFinishedError
 
 from moqt.quic.api import Buffer, QuicOptions
 from moqt.quic.base import worth_telling
+from moqt.quic.receiving import read_varint, unprotect
 from moqt.quic.sending import (
     STREAM,
     STREAM_FIN,
@@ -413,8 +413,6 @@ class Engine(QuicConnection):
                 self._key_update_at = number + KEY_UPDATE_PACKETS
                 self.request_key_update()
             payload = b"".join(filling.pieces)
-            if len(payload) < 4:
-                payload += bytes(4 - len(payload))
             header = bytes((flags | crypto.key_phase << 2,)) + cid + (number & 0xFFFF).to_bytes(2, "big")
             datagram = crypto.encrypt_packet(header, payload, number)
             builder._packet_number = number + 1
@@ -434,8 +432,7 @@ class Engine(QuicConnection):
         """Handle a 1-RTT packet on the established path under the current key; False for all others."""
         length = len(self.host_cid)
         if (
-            len(data) < 21 + length
-            or data[0] & 0x80
+            data[0] & 0x80
             or not self._handshake_confirmed
             or self._state is not QuicConnectionState.CONNECTED
             or self._close_pending
@@ -445,25 +442,14 @@ class Engine(QuicConnection):
             or not self._network_paths[0].is_validated
         ):
             return False
-        keys = self._cryptos[ONE_RTT].recv
-        if keys.aead is None or keys.hp is None:
-            return False
         space = self._spaces[ONE_RTT]
-        mask = keys.hp._mask(data[5 + length : 21 + length])
-        first = data[0] ^ (mask[0] & 0x1F)
-        if (first >> 2) & 1 != keys.key_phase or first & 0x18:
-            return False
-        payload_at = 2 + length + (first & 0x03)
-        truncated = 0
-        for i in range(1 + length, payload_at):
-            truncated = truncated << 8 | data[i] ^ mask[i - length]
-        size = payload_at - 1 - length
-        number = decode_packet_number(truncated, size * 8, space.expected_packet_number)
-        header = bytes((first,)) + self.host_cid + truncated.to_bytes(size, "big")
         try:
-            payload = keys.aead.decrypt(data[payload_at:], header, number)
+            packet = unprotect(self._cryptos[ONE_RTT].recv, data, length, space.expected_packet_number)
         except CryptoError:
             return True
+        if packet is None:
+            return False
+        first, number, payload = packet
         if number in space.received_packets:
             return True
         if number > space.expected_packet_number:
@@ -509,9 +495,9 @@ class Engine(QuicConnection):
                 eliciting, _ = self._payload_received(context, payload[at:] if at else payload)
                 return eliciting or at > 0
             try:
-                stream_id, at = _read_varint(payload, at + 1)
-                offset, at = _read_varint(payload, at) if kind & STREAM_OFFSET else (0, at)
-                size, at = _read_varint(payload, at) if kind & STREAM_LENGTH else (end - at, at)
+                stream_id, at = read_varint(payload, at + 1)
+                offset, at = read_varint(payload, at) if kind & STREAM_OFFSET else (0, at)
+                size, at = read_varint(payload, at) if kind & STREAM_LENGTH else (end - at, at)
             except IndexError:
                 size = end + 1
             if at + size > end:
@@ -604,14 +590,3 @@ class Engine(QuicConnection):
         state.sink.received(data, fin)
         if fin:
             self.check_done(stream_id)
-
-
-def _read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """A QUIC varint (RFC 9000 16) at `at`, and where it ends. Raises IndexError if it is cut off."""
-    first = data[at]
-    if first < 0x40:
-        return first, at + 1
-    end = at + (1 << (first >> 6))
-    if end > len(data):
-        raise IndexError
-    return int.from_bytes(data[at:end], "big") & (1 << (8 * (end - at) - 2)) - 1, end

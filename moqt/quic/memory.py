@@ -176,6 +176,7 @@ class MemoryConnection(BaseConnection[MemoryStream]):
     def close(self, code: int = 0, reason: str = "") -> None:
         if self.closed is None:
             reason = cut_reason(reason)
+            self._send_some()
             self._link.post(self, self.peer_end.on_close, code, reason)
             self.ended(ConnectionClosed(code, reason, remote=False, application=True))
             self._loop.call_later(3 * self._link.latency, self.over)
@@ -407,10 +408,13 @@ class MemoryConnection(BaseConnection[MemoryStream]):
         self._urgent.pop(stream.id, None)
 
     def _maybe_done(self, stream: MemoryStream) -> None:
-        """Forget a stream that is over on both sides and in the application, and return its credit."""
-        if not (stream.sending_done and stream.receiving_done and stream.released):
+        """Forget a stream that is over on both sides; return the credit of one that the peer opened, once the
+        application is done with it too.
+        """
+        ours = (stream.id & 1) != self.is_client
+        if not (stream.sending_done and stream.receiving_done and (ours or stream.released)):
             return
-        if self._streams.pop(stream.id, None) is None or (stream.id & 1) != self.is_client:
+        if self._streams.pop(stream.id, None) is None or ours:
             return
         self._stream_limit[stream.bidirectional] += 1
         self._tell_stream_limit(stream.bidirectional)
@@ -424,31 +428,27 @@ class MemoryConnection(BaseConnection[MemoryStream]):
             self._link.post(self, self.peer_end.on_max_streams, bidirectional, limit)
 
 
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """What a way is like; see `pair`."""
+
+    latency: float
+    jitter: float
+    loss: float
+    chunk: int
+    ragged: bool
+    window: int
+
+
 class Link:
     """What lies between two ends. Everything it does at random comes from its seed."""
 
-    def __init__(
-        self,
-        *,
-        seed: int,
-        latency: float,
-        jitter: float,
-        loss: float,
-        chunk: int,
-        ragged: bool,
-        window: int,
-        client: QuicOptions,
-        server: QuicOptions,
-        alpn: str,
-    ) -> None:
-        self.latency = latency
-        self.window = window
+    def __init__(self, way: _Way, *, seed: int, client: QuicOptions, server: QuicOptions, alpn: str) -> None:
+        self.latency = way.latency
+        self.window = way.window
         self.steps = 0
         self.corrupt: Callable[[int, bytes], bytes] | None = None
-        self._jitter = jitter
-        self._loss = loss
-        self._chunk = chunk
-        self._ragged = ragged
+        self._way = way
         self._random = random.Random(seed)
         self._loop = asyncio.get_running_loop()
         self._under_way: list[
@@ -511,14 +511,14 @@ class Link:
     # For the ends.
 
     def piece_size(self) -> int:
-        return self._random.randint(1, self._chunk) if self._ragged else self._chunk
+        return self._random.randint(1, self._way.chunk) if self._way.ragged else self._way.chunk
 
     def post(self, sender: MemoryConnection, receive: Callable[..., None], *arguments: object) -> None:
         """Let the other end have a message after the latency."""
         self._add(self._arrival(), sender.peer_end, receive, arguments)
 
     def post_datagram(self, sender: MemoryConnection, data: bytes) -> None:
-        if self._random.random() >= self._loss:
+        if self._random.random() >= self._way.loss:
             self.post(sender, sender.peer_end.on_datagram_frame, data)
 
     def post_piece(self, sender: MemoryConnection, stream_id: int, data: bytes, fin: bool) -> None:
@@ -526,7 +526,7 @@ class Link:
         if self.corrupt is not None:
             data = self.corrupt(stream_id, data)
         when = self._arrival()
-        if self._loss and self._random.random() < self._loss:
+        if self._way.loss and self._random.random() < self._way.loss:
             when += 3 * self.latency + self._arrival() - self._loop.time()
             sender.stats.delayed += 1
         key = (sender.is_client, stream_id)
@@ -547,7 +547,7 @@ class Link:
                 self._idle = None
 
     def _arrival(self) -> float:
-        return self._loop.time() + self.latency + self._random.uniform(0.0, self._jitter)
+        return self._loop.time() + self.latency + self._random.uniform(0.0, self._way.jitter)
 
     def _add(
         self, when: float, end: MemoryConnection, receive: Callable[..., None], arguments: tuple[object, ...]
@@ -600,15 +600,5 @@ def pair(
     of pieces that come late by about 4 latencies, and of datagrams that never come; `chunk` is the most bytes
     of a piece, and with `ragged` their number is random; `window` is the congestion window in bytes.
     """
-    return Link(
-        seed=seed,
-        latency=latency,
-        jitter=jitter,
-        loss=loss,
-        chunk=chunk,
-        ragged=ragged,
-        window=window,
-        client=client or QuicOptions(),
-        server=server or QuicOptions(),
-        alpn=alpn,
-    )
+    way = _Way(latency, jitter, loss, chunk, ragged, window)
+    return Link(way, seed=seed, client=client or QuicOptions(), server=server or QuicOptions(), alpn=alpn)

@@ -74,8 +74,6 @@ class OrderedSender(QuicStreamSender):
     """
 
     def write(self, data: Buffer, end_stream: bool = False) -> None:
-        if self._buffer_fin is not None or self._reset_error_code is not None:
-            raise RuntimeError("the sending side has ended")
         if len(data):
             self._buffer += data
             self._buffer_stop += len(data)
@@ -100,8 +98,6 @@ class OrderedSender(QuicStreamSender):
             start, stop = self._pending[0].start, self._pending[0].stop
             if stop > start + size:
                 stop = start + size
-            if stop <= start:
-                return None
             self._pending.subtract(start, stop)
         else:
             start = self.highest_offset

@@ -346,15 +346,18 @@ class _Dial:
     async def run(self, seconds: float | None) -> Connection:
         """The connection when its handshake is complete. Raises ConnectionLost, also after `seconds`."""
         connection = self._connection
+        taken = False
         try:
             connection.engine.connect(self._address, asyncio.get_running_loop().time())
             connection.transport_pass()
             async with asyncio.timeout(seconds):
                 await asyncio.shield(connection.settled)
+            taken = connection.closed is None
         except TimeoutError:
             raise ConnectionLost(f"{self._name}: no answer within {seconds:.1f} s") from None
         finally:
-            if not connection.ready:
+            # Also when the dial was cancelled just as the handshake had completed.
+            if not taken:
                 connection.close()
                 connection.lost("given up")
         if connection.closed is not None:

@@ -192,14 +192,17 @@ class Piece:
 
 class Wiretap:
     """Sees what goes over a link, and can change it: `change` gets each piece before it is sent and returns
-    what is sent instead, or None to break the stream off there (as a reset by its sender would); `delay` says
-    for how many seconds a piece is held back, and all that follows in its stream.
+    what is sent instead, or None to break the stream off there, as a reset by its sender would, which leaves
+    `reset_after` seconds later; `delay` says for how many seconds a piece is held back, and all that follows
+    in its stream; `mute` says which pieces never arrive, though their sender is told so.
     """
 
     def __init__(self, link: Link) -> None:
         self.pieces: list[Piece] = []
         self.change: Callable[[Piece], Piece | None] | None = None
         self.delay: Callable[[Piece], float] | None = None
+        self.mute: Callable[[Piece], bool] | None = None
+        self.reset_after = 0.0
         self._link = link
         self._broken: set[tuple[bool, int]] = set()
         self._sent: dict[tuple[bool, int], int] = {}
@@ -212,21 +215,26 @@ class Wiretap:
         assert piece is not None
         key = (piece.from_client, stream_id)
         self.pieces.append(piece)
-        if key in self._broken:
+        if key in self._broken or (self.mute is not None and self.mute(piece)):
             self._swallow(sender, stream_id, data, fin)
             return
         if self.change is not None:
             piece = self.change(piece)
         if piece is None:
             self._broken.add(key)
-            self._link.post(sender, sender.peer_end.on_reset, stream_id, 0, self._sent.get(key, 0))
+            reset = sender, sender.peer_end.on_reset, stream_id, 0, self._sent.get(key, 0)
+            if self.reset_after:
+                asyncio.get_running_loop().call_later(self.reset_after, self._link.post, *reset)
+            else:
+                self._link.post(*reset)
             self._swallow(sender, stream_id, data, fin)
             return
         self._sent[key] = self._sent.get(key, 0) + len(piece.data)
         loop = asyncio.get_running_loop()
-        when = loop.time() + (self.delay(piece) if self.delay is not None else 0.0)
-        self._held[key] = max(when, self._held.get(key, 0.0) + 1e-9)  # Timers of one time have no order.
-        if self._held[key] > loop.time():
+        delay = 0.0 if self.delay is None else self.delay(piece)
+        behind = self._held.get(key, 0.0)
+        if delay or behind > loop.time():
+            self._held[key] = max(loop.time() + delay, behind + 1e-9)  # Timers of one time have no order.
             loop.call_at(self._held[key], self._post, sender, stream_id, piece.data, piece.fin)
         else:
             self._post(sender, stream_id, piece.data, piece.fin)

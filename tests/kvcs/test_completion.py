@@ -19,6 +19,8 @@ from kvcs.retrieval import SETTLE
 from kvcs.subscriber import CacheIncomplete
 from moqt.errors import DoneCode
 from moqt.filters import Location
+from moqt.track import Track, TrackWatcher
+from moqt.wire import Subscribe
 from tests.kvcs.stage import (
     CACHE,
     MODEL,
@@ -27,6 +29,7 @@ from tests.kvcs.stage import (
     Stage,
     Wiretap,
     check_layers,
+    collect,
     now,
     put_layers,
     put_one_by_one,
@@ -77,10 +80,11 @@ async def incomplete(scene: Stage, *, patience: float = PATIENCE) -> tuple[float
 
 
 @pytest.mark.requirement("R7.2d")
-async def test_end_of_track_alone() -> None:
+@pytest.mark.parametrize(("layer", "block"), [(0, 0), (2, 1), (3, 2)])
+async def test_end_of_track_alone(layer: int, block: int) -> None:
     async with stage() as scene:
         publication = scene.publisher().publish(TOKENS)
-        lose(publication, "v.raw.s0", 2, 1)
+        lose(publication, "v.raw.s0", layer, block)
         never_end_a_group(publication)
         never_complete(publication)
         task = asyncio.create_task(incomplete(scene))
@@ -88,13 +92,14 @@ async def test_end_of_track_alone() -> None:
         await put_layers(publication.segment, CACHE)
         ended = now()
         at, error = await task
-        assert error.missing == (Missing(0, 2, 1),)
+        assert error.missing == (Missing(0, layer, block),)
         assert ended < at < ended + SOON
 
 
 @pytest.mark.requirement("R7.2d")
 async def test_publish_done_for_track_ended_alone() -> None:
-    async with stage() as scene:
+    taps: list[Wiretap] = []
+    async with stage(tap=lambda link: taps.append(Wiretap(link))) as scene:
         publication = scene.publisher().publish(TOKENS)
         lose(publication, "v.raw.s0", 2, 1)
         never_end_a_group(publication)
@@ -111,6 +116,9 @@ async def test_publish_done_for_track_ended_alone() -> None:
         at, error = await task
         assert error.missing == (Missing(0, 2, 1),)
         assert ended < at < ended + 0.5
+    # Nor is there a reason to subscribe again.
+    requests = [one for one in taps[0].requests(from_client=True) if isinstance(one, Subscribe)]
+    assert [one.track.name for one in requests].count(b"v.raw.s0") == 1
 
 
 @pytest.mark.requirement("R7.2d")
@@ -141,18 +149,19 @@ async def test_fill_and_complete_manifest_alone(join: int) -> None:
         assert complete < at < complete + SOON
 
 
-async def test_end_of_group_tells_of_its_layer() -> None:
+@pytest.mark.parametrize("block", range(BLOCKS))
+async def test_end_of_group_tells_of_its_layer(block: int) -> None:
     """While production goes on, the consumer knows that a layer which has ended will not be whole."""
     async with stage() as scene:
         publication = scene.publisher().publish(TOKENS)
-        lose(publication, "k.raw.s0", 1, 1)
+        lose(publication, "k.raw.s0", 1, block)
         task = asyncio.create_task(incomplete(scene))
         await asyncio.sleep(1)
         await put_layers(publication.segment, CACHE, last=1)
         put = now()
         at, error = await task
         assert at < put + 0.5
-        assert error.missing[0] == Missing(0, 1, 1)
+        assert error.missing[0] == Missing(0, 1, block)
         assert "k.raw.s0" in error.reason
         assert len(error.missing) == 1 + 2 * BLOCKS  # and layers 2 and 3, which are not published
 
@@ -220,10 +229,45 @@ async def test_a_subscription_that_ends_early_is_made_again(code: DoneCode) -> N
         check_layers(await task, CACHE)
 
 
+async def test_subscriptions_that_end_again_and_again() -> None:
+    """Without bringing anything: that is not tried for ever."""
+    async with stage() as scene:
+        publication = scene.publisher().publish(TOKENS)
+        await put_layers(publication.segment, CACHE, last=1)
+        for track in publication.segment.tracks.values():
+            watch = track.watch
+
+            def watch_and_end(watcher: TrackWatcher, watch: Any = watch, track: Track = track) -> None:
+                watch(watcher)
+                asyncio.get_running_loop().call_later(0.1, track.close, DoneCode.TOO_FAR_BEHIND)
+
+            track.watch = watch_and_end  # type: ignore[method-assign]  # a fault, for once
+        at, error = await incomplete(scene)
+        assert at < 2
+        assert error.missing == tuple(Missing(0, layer, block) for layer in (2, 3) for block in range(BLOCKS))
+
+
+@pytest.mark.parametrize("live", [True, False])
+async def test_a_further_segment_is_waited_for_while_there_is_production(live: bool) -> None:
+    """The tokens go on after what is published: a segment may follow, but hardly when all was complete."""
+    async with stage() as scene:
+        publication = scene.publisher().publish(TOKENS)
+        await put_layers(publication.segment, CACHE, last=2 if live else None)
+        subscriber = scene.subscriber(segment_wait=3.0)
+        async with await subscriber.receive([*TOKENS, 1, 2]) as reception:
+            task = asyncio.create_task(collect(reception))
+            await asyncio.sleep(0.5)
+            if live:
+                await put_layers(publication.segment, CACHE, first=3)
+            at = now()
+            check_layers(await task, CACHE)
+            assert reception.blocks == BLOCKS
+            assert (3.0 <= now() - at < 3.1) if live else now() == at
+
+
 # Signs that come too early
 
 
-@pytest.mark.requirement("R7.2a")
 @pytest.mark.parametrize("delay", [SETTLE - 0.1, SETTLE + 1])
 @pytest.mark.parametrize("sign", ["End of Track", "PUBLISH_DONE"])
 async def test_the_end_overtakes_the_streams(sign: str, delay: float) -> None:

@@ -89,6 +89,7 @@ async def play(
     publisher_dials: bool = False,
     budget: float | None = None,
     change: Change | None = None,
+    reset_after: float = 0.0,
 ) -> Outcome:
     """Receive a cache, half of it live if `live`, while `fault` happens before message `step` is delivered,
     or `change` changes what is sent.
@@ -98,6 +99,7 @@ async def play(
     def tap(link: Link) -> None:
         outcome.tap = Wiretap(link)
         outcome.tap.change = change
+        outcome.tap.reset_after = reset_after
 
     async with stage(publisher_dials=publisher_dials, chunk=40, seed=step, tap=tap) as scene:
         outcome.began = scene.link.steps
@@ -236,14 +238,17 @@ class Breaker:
 
 
 @pytest.mark.parametrize("live", [True, False])
-def test_any_stream_is_reset_once(live: bool, placed: Placed) -> None:
-    """Whatever the stream is for, and wherever it breaks off, all comes in the end, and soon."""
+@pytest.mark.parametrize("reset_after", [0.0, 0.05])
+def test_any_stream_is_reset_once(reset_after: float, live: bool, placed: Placed) -> None:
+    """Whatever the stream is for, and wherever it breaks off, all comes in the end, and soon. A reset that
+    comes at once also hides what was sent before it.
+    """
     breaker = Breaker(())
     untroubled = run_virtual(play(None, 0, live=live, change=breaker))
     assert breaker.seen > 50
     for number in range(breaker.seen):
         placed.clear()
-        outcome = run_virtual(play(None, 0, live=live, change=Breaker({number})))
+        outcome = run_virtual(play(None, 0, live=live, change=Breaker({number}), reset_after=reset_after))
         assert outcome.error is None
         check(outcome, placed, partial=False)
         check_layers(outcome.layers, CACHE, MODEL)

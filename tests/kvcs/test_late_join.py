@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from kvcs.assembly import Layer
 from kvcs.publisher import Segment
-from moqt.filters import Location
+from moqt.filters import GroupOrder, Location, LocationFilter
 from moqt.quic.memory import run_virtual
+from moqt.wire import Subscribe
 from tests.kvcs.stage import (
     CACHE,
     MODEL,
@@ -82,6 +83,16 @@ async def test_join_at_every_boundary(join: int, publisher_dials: bool) -> None:
     assert steps == STEPS
     check_layers(layers, CACHE)
     assert taps[0].data_objects(from_client=publisher_dials) == ONCE
+    if join < STEPS:  # Else the segment was complete, and is fetched.
+        requests = taps[0].requests(from_client=not publisher_dials)
+        subscriptions = [one for one in requests if isinstance(one, Subscribe) and b".s0" in one.track.name]
+        assert {one.track.name for one in subscriptions} == {b"k.raw.s0", b"v.raw.s0"}
+        for one in subscriptions:
+            fill = one.parameters.fill
+            assert fill is not None
+            assert one.parameters.location_filter == LocationFilter.next_object()
+            assert fill.location_filter == LocationFilter.absolute_start(0, 0)
+            assert fill.group_order is GroupOrder.ASCENDING
 
 
 @pytest.mark.requirement("R7.2a")
@@ -176,7 +187,6 @@ async def test_a_layer_leaves_before_the_next_is_computed() -> None:
         assert at - began < 0.1
 
 
-@pytest.mark.requirement("R7.2a")
 @pytest.mark.virtual
 async def test_several_subscribers_at_different_moments() -> None:
     """Each gets everything, whatever the others do."""

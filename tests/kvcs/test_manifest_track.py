@@ -228,7 +228,7 @@ async def test_manifest_is_not_asked_for_when_authenticity_is_required() -> None
 @pytest.mark.requirement("R7.2b")
 @pytest.mark.parametrize(
     "code",
-    [code for code in RequestCode if code not in (RequestCode.DOES_NOT_EXIST, RequestCode.EXCESSIVE_LOAD)],
+    [code for code in RequestCode if code.name not in ("DOES_NOT_EXIST", "EXCESSIVE_LOAD", "REDIRECT")],
 )
 async def test_another_refusal_is_no_reason_to_ask_for_manifest(
     code: RequestCode, monkeypatch: pytest.MonkeyPatch
@@ -499,6 +499,19 @@ async def test_digests_that_contradict_what_was_handed_out(partial: bool) -> Non
             await asyncio.sleep(1)
             with pytest.raises(CacheIncomplete, match=r"k\.raw\.s0: layer 0 came with other digests"):
                 await collect(reception)
+
+
+async def test_a_later_segment_without_a_usable_codec() -> None:
+    """What comes before it is received, and that is the end."""
+    async with stage() as scene:
+        publisher = scene.publisher()
+        publication = publisher.publish(TOKENS)
+        await put_layers(publication.segment, CACHE)
+        publisher.encodings = scene.publisher(codecs=["x-shuffle-zlib"]).encodings
+        publication.add_segment([1, 2])
+        async with await scene.subscriber(codecs=["raw"]).receive([*TOKENS, 1, 2]) as reception:
+            check_layers(await collect(reception), CACHE)
+            assert reception.blocks == BLOCKS
 
 
 def grow(publication: Publication, keys: list[bytes]) -> None:

@@ -21,10 +21,12 @@ from kvcs.names import DataTrack, PublicationName
 from kvcs.payload import HEADER_SIZE, data_digest
 from kvcs.publisher import Publication, Publisher
 from kvcs.subscriber import CacheIncomplete, NothingFound
-from moqt.errors import DoneCode, LocationTaken, RequestRejected
+from moqt.errors import DoneCode, LocationTaken, RequestCode, RequestRejected
 from moqt.filters import Location, LocationFilter
+from moqt.limits import Limits
 from moqt.names import FullTrackName
-from moqt.subscribing import Fill, ReceivedObject
+from moqt.quic.api import QuicOptions
+from moqt.subscribing import FetchStream, Fill, ReceivedObject
 from moqt.track import StoredObject, Track, Tracks
 from moqt.wire import (
     AliasType,
@@ -654,6 +656,35 @@ def test_object_sizes_outside_the_recommended_draw_a_warning(
     assert ("16 KiB to 1 MiB" in caplog.text) == warned
     if warned:
         assert "choose block_tokens 16 to 1024" in caplog.text
+
+
+@pytest.mark.requirement("R10e")
+async def test_fetches_of_one_subscriber_are_limited() -> None:
+    """Those beyond the limit are told when to come again; when one has ended there is room."""
+    model = descriptor(kv_heads=8, head_dim=64, block_tokens=16)
+    tokens = range(48)
+    async with stage(
+        limits=Limits(max_fetches=3),
+        subscriber_limits=Limits(receive_buffer=0),  # Nothing is taken but what is asked for.
+        options=QuicOptions(max_stream_data=20_000),
+    ) as scene:
+        publication = scene.publisher(model).publish(tokens)
+        await put_layers(publication.segment, make_cache(model, len(tokens)))
+        name = publication.segment.tracks[DataTrack.parse("k.raw.s0")].name
+        everything = LocationFilter.absolute_start(0, 0)
+        fetches = await asyncio.gather(
+            *(scene.here.fetch(name, filter=everything) for _ in range(5)), return_exceptions=True
+        )
+        refused = [one for one in fetches if isinstance(one, RequestRejected)]
+        assert [(one.code, one.retry_after) for one in refused] == [(RequestCode.EXCESSIVE_LOAD, 1.0)] * 2
+        accepted = [one for one in fetches if isinstance(one, FetchStream)]
+        assert len(accepted) == 3
+        await accepted[0].close()
+        await asyncio.sleep(1)
+        async with await scene.here.fetch(name, filter=everything) as fetch:
+            assert len([item async for item in fetch]) == LAYERS * BLOCKS + 1  # and the end of the stream
+        for one in accepted:
+            await one.close()
 
 
 # Several things at once

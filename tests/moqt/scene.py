@@ -13,6 +13,7 @@ from typing import Any
 
 from moqt import (
     FullTrackName,
+    GroupOrder,
     Item,
     Limits,
     Location,
@@ -215,16 +216,20 @@ class Mark:
 
 
 class Wire:
-    """What the publisher's data streams carried, in the order in which it was sent."""
+    """What the publisher's data streams carried, in the order in which it was sent. `order` is that of the
+    Groups on fill and fetch streams.
+    """
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: Scene, order: GroupOrder = GroupOrder.ASCENDING) -> None:
         self.begins: list[Mark] = []
         self.ends: list[Mark] = []
         self.order: list[tuple[int, int]] = []
         """(Track Alias or -1, bytes) of each piece."""
         self.offset = 0
+        self._group_order = order
         self._kind = 2 if scene.publisher.connection.is_client else 3
         self._streams: dict[int, _Sending] = {}
+        self._moved = asyncio.Event()
         scene.link.corrupt = self._piece
 
     def _piece(self, stream_id: int, data: bytes) -> bytes:
@@ -238,6 +243,7 @@ class Wire:
         for event in sending.decoder.feed(data):
             if isinstance(event, (SubgroupHeader, FetchHeader)):
                 sending.header = event
+                sending.decoder.order = self._group_order
             elif isinstance(event, ObjectHeader) and event.size:
                 assert sending.header is not None
                 sending.current = event
@@ -248,6 +254,13 @@ class Wire:
                 self.ends.append(Mark(sending.header, sending.current.location, self.offset))
         alias = sending.header.track_alias if isinstance(sending.header, SubgroupHeader) else -1
         self.order.append((alias, len(data)))
+        self._moved.set()
+
+    async def reached(self, offset: int) -> None:
+        """Wait until so many bytes have left."""
+        while self.offset < offset:
+            self._moved.clear()
+            await self._moved.wait()
 
     def begin(self, *, alias: int = -1, group: int | None = None) -> int:
         """Where the first Object begins; of a fill or fetch stream without an `alias`."""

@@ -357,6 +357,31 @@ class Contract:
         await until_quiet(small.client)
         assert stream.credit > SMALL.max_stream_data // 2
 
+    async def test_bytes_beyond_the_credit_wait_for_it(self, small: Ends) -> None:
+        data = noise(1 << 20)
+        stream = small.client.open(bidirectional=False)
+        stream.hand(data[:500_000])
+        assert stream.credit == 0
+        await until_quiet(small.client)
+        assert 0 < small.client.unsent < 500_000
+        stream.hand(data[500_000:], fin=True)
+        assert await read_all(await small.server.accept()) == data
+        await until_quiet(small.client)
+        assert small.client.unsent == 0
+
+    async def test_a_throttled_stream_lets_others_pass(self, small: Ends) -> None:
+        """Bytes of a stream that nobody reads stand first in line; those of the next stream go before."""
+        first, second = (small.client.open(bidirectional=False) for _ in range(2))
+        first.hand(bytes(100_000), fin=True)
+        second.hand(b"passes", fin=True)
+        unread = await small.server.accept()
+        incoming = await small.server.accept()
+        if incoming.id != second.id:
+            unread, incoming = incoming, unread
+        assert await read_all(incoming) == b"passes"
+        assert small.client.unsent > 0
+        assert len(await read_all(unread)) == 100_000
+
     async def test_unread_streams_do_not_starve_control_and_requests(self, small: Ends) -> None:
         """The windows are full of data that nobody reads; requests still go to and fro."""
         offer = Offer(small.server, streams=32, each=1 << 20)
@@ -444,6 +469,17 @@ class Contract:
                         if bidirectional:
                             await stream.write(b"", fin=True)
                 assert numbers == set(range(160))
+
+    async def test_160_streams_at_once(self, ends: Ends) -> None:
+        """All are open and half sent before any ends; limits of 128 would not do."""
+        streams = [ends.server.open(bidirectional=False) for _ in range(160)]
+        for stream in streams:
+            stream.hand(stream.id.to_bytes(4, "big") * 500)
+        incoming = [await ends.client.accept() for _ in streams]
+        for stream in streams:
+            stream.hand(stream.id.to_bytes(4, "big") * 500, fin=True)
+        for stream in incoming:
+            assert await read_all(stream) == stream.id.to_bytes(4, "big") * 1000
 
     async def test_open_refuses_without_credit(self) -> None:
         few = QuicOptions(max_uni_streams=3, max_bidi_streams=2)
@@ -575,6 +611,14 @@ class Contract:
                     assert end.application
                     assert end.remote is remote
 
+    async def test_what_was_written_just_before_the_close_leaves(self, ends: Ends) -> None:
+        if not self.exact:
+            return
+        await ends.client.open(bidirectional=False).write(b"last words", fin=True)
+        ends.client.close(0, "bye")
+        assert await read_all(await ends.server.accept()) == b"last words"
+        assert (await ends.server.wait_closed()).reason == "bye"
+
     async def test_a_long_reason_is_cut(self, ends: Ends) -> None:
         ends.client.close(2, "é" * 5000)
         end = await ends.server.wait_closed()
@@ -605,6 +649,8 @@ class Contract:
         few = QuicOptions(max_uni_streams=4, max_stream_data=64 * 1024)
         async with self.connect(few, few) as ends:
             tasks = await self._waiters(ends, ends.client)
+            tasks["ping"] = asyncio.create_task(ends.client.ping())
+            await asyncio.sleep(0)
             (ends.client if here else ends.server).close(3, "over")
             for name, task in tasks.items():
                 with pytest.raises(ConnectionClosed) as caught:
@@ -617,6 +663,7 @@ class Contract:
         async with self.connect(few, few) as ends:
             tasks = await self._waiters(ends, ends.server)
             ends.cut()
+            tasks["ping"] = asyncio.create_task(ends.server.ping())
             for name, task in tasks.items():
                 with pytest.raises(ConnectionClosed) as caught:
                     await task
@@ -678,9 +725,13 @@ class Contract:
         await ends.client.open(bidirectional=False).write(b"whole", fin=True)
         incoming = await ends.server.accept()
         await until_quiet(ends.client)
+        await ends.client.open(bidirectional=False).write(b"not accepted", fin=True)
+        await until_quiet(ends.client)
         ends.server.close(0, "bye")
         with pytest.raises(ConnectionClosed):
             await incoming.read()
+        with pytest.raises(ConnectionClosed):
+            await ends.server.accept()
 
     async def test_aborting_after_the_end_has_no_effect(self, ends: Ends) -> None:
         stream = ends.client.open(bidirectional=True)

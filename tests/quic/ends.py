@@ -72,6 +72,8 @@ class Network:
         self.dead = False
         self.carried = 0
         self.drop: Callable[[Port], bool] = lambda to: False
+        self.change: Callable[[bytes], bytes] = lambda data: data
+        self.client_address = ("peer", 1)
         self._random = random.Random(seed)
         self._loop = asyncio.get_running_loop()
         self._under_way: list[tuple[float, int, Port, bytes]] = []
@@ -83,7 +85,7 @@ class Network:
             return
         for _ in range(1 + (self._random.random() < self.repeat)):
             when = self._loop.time() + self.latency + self._random.random() * self.jitter
-            heapq.heappush(self._under_way, (when, next(self._numbers), to, data))
+            heapq.heappush(self._under_way, (when, next(self._numbers), to, self.change(data)))
         self._set_timer()
 
     def _set_timer(self) -> None:
@@ -99,7 +101,9 @@ class Network:
         batches: dict[Port, list[Datagram]] = {}
         while self._under_way and self._under_way[0][0] <= now:
             _, _, port, data = heapq.heappop(self._under_way)
-            batches.setdefault(port, []).append((data, ("peer", 1)))
+            assert port.connection is not None
+            sender = ("peer", 1) if port.connection.is_client else self.client_address
+            batches.setdefault(port, []).append((data, sender))
         for port, batch in batches.items():
             if not port.removed and not self.dead:
                 assert port.connection is not None

@@ -157,6 +157,58 @@ async def test_keys_change_while_data_flows(
         await ends.server.ping()
 
 
+async def test_damaged_datagrams_are_as_good_as_lost(ends: Ends) -> None:
+    chance = random.Random(1)
+
+    def damage(data: bytes) -> bytes:
+        if chance.random() < 0.9:
+            return data
+        at = chance.randrange(len(data))
+        return data[:at] + bytes((data[at] ^ 1 << chance.randrange(8),)) + data[at + 1 :]
+
+    assert ends.network is not None
+    ends.network.change = damage
+    data = noise(1 << 20)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(ends.client.open(bidirectional=False).write(data, fin=True))
+        assert await read_all(await ends.server.accept()) == data
+
+
+async def test_a_client_whose_address_changes_is_followed(ends: Ends) -> None:
+    """As when a NAT forgets a mapping: the server proves the new path, and the transfer goes on both ways."""
+    assert ends.network is not None
+    data = noise(4 << 20)
+    stream = ends.client.open(bidirectional=True)
+    upward = asyncio.create_task(stream.write(data, fin=True))
+    incoming = await ends.server.accept()
+    downward = asyncio.create_task(incoming.write(data, fin=True))
+    parts = [await incoming.read(), await stream.read()]
+    ends.network.client_address = ("peer", 2)
+    assert parts[0] + await read_all(incoming) == data
+    assert parts[1] + await read_all(stream) == data
+    await upward
+    await downward
+    assert aioquic(ends.server).engine.get_peer_address() == ("peer", 2)
+
+
+async def test_an_exception_in_aioquic_ends_that_connection_only(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults: list[object] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: faults.append(context["exception"]))
+
+    def fail(*_: object) -> bool:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(aioquic(ends.server).engine, "_receive_quickly", fail)
+    ends.client.open(bidirectional=False).hand(b"x")
+    end = await ends.client.wait_closed()
+    loop.set_exception_handler(None)
+    assert (end.code, end.application, end.remote) == (QuicErrorCode.INTERNAL_ERROR, False, True)
+    assert [str(fault) for fault in faults] == ["a bug"]
+
+
 async def test_the_keepalive_keeps_a_silent_connection(certificates: Certificates) -> None:
     options = QuicOptions(idle_timeout=5, keepalive=2)
     async with simulated_ends(certificates, options, options) as ends:
@@ -248,6 +300,14 @@ async def test_payloads_that_break_the_rules(ends: Ends, payload: bytes, code: i
     assert caught.value.error_code == code
 
 
+async def test_data_on_a_stream_that_only_we_write(ends: Ends) -> None:
+    server = aioquic(ends.server)
+    server.open(bidirectional=False).hand(b"ours")
+    with pytest.raises(QuicConnectionError) as caught:
+        server.engine._read_payload(b"\x08\x03abc", asyncio.get_running_loop().time())
+    assert caught.value.error_code == QuicErrorCode.STREAM_STATE_ERROR
+
+
 async def test_frames_of_all_shapes_in_one_payload(ends: Ends) -> None:
     server = aioquic(ends.server)
     payload = (
@@ -270,6 +330,16 @@ async def test_datagrams_that_wait_are_few(ends: Ends) -> None:
         ends.client.send_datagram(b"x")
     await until_quiet(ends.client)
     assert len(arrived) == DATAGRAMS_WAITING
+
+
+async def test_a_packet_that_comes_twice_counts_once(certificates: Certificates) -> None:
+    async with simulated_ends(certificates, repeat=1.0) as ends:
+        arrived: list[bytes] = []
+        ends.server.on_datagram = arrived.append
+        for number in range(20):
+            ends.client.send_datagram(bytes([number]))
+        await until_quiet(ends.client)
+        assert arrived == [bytes([number]) for number in range(20)]
 
 
 async def test_the_longest_datagram(ends: Ends) -> None:

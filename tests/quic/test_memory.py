@@ -178,3 +178,21 @@ def test_nothing_stays_in_the_event_loop_after_the_end() -> None:
     with pytest.raises(EverythingWaits) as caught:
         run_virtual(main())
     assert f"at {ended[0]:.6f} s" in str(caught.value)
+
+
+@pytest.mark.parametrize("read_the_answer", [True, False])
+async def test_the_state_of_many_streams_is_forgotten(read_the_answer: bool) -> None:
+    link = pair(client=QuicOptions(max_bidi_streams=8), server=QuicOptions(max_bidi_streams=8))
+    for _ in range(100):
+        stream = await link.client.open_when_possible(bidirectional=True)
+        await stream.write(b"x", fin=True)
+        incoming = await link.server.accept()
+        while await incoming.read():
+            pass
+        await incoming.write(b"y", fin=True)
+        while read_the_answer and await stream.read():
+            pass
+    await link.client.ping()
+    await link.client.ping()
+    assert not link.client._streams
+    assert not link.server._streams

@@ -20,6 +20,7 @@ from aioquic.quic.connection import QuicConnection
 from moqt.errors import ConnectionLost, DeadlineExceeded, UsageError
 from moqt.quic import udp
 from moqt.quic.api import Connection, QuicOptions
+from moqt.quic.connection import AioquicConnection
 from moqt.quic.datagrams import UdpSocket
 from moqt.quic.udp import Listener, ListenLimits, dial, listen
 from tests.quic.contract import noise, read_all
@@ -175,6 +176,30 @@ async def test_a_dead_port_is_told_at_once(certificates: Certificates, dead_port
         await dial("127.0.0.1", dead_port, alpn=ALPN, ca=certificates.ca, deadline=60)
 
 
+async def test_a_refusal_may_come_with_a_write(
+    certificates: Certificates, monkeypatch: pytest.MonkeyPatch, silent_port: int
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(UdpSocket, "_write_run", refuse)
+    with pytest.raises(ConnectionLost, match="nothing listens"):
+        await dial("127.0.0.1", silent_port, alpn=ALPN, ca=certificates.ca)
+
+
+async def test_other_errors_of_the_network_are_told(
+    certificates: Certificates, monkeypatch: pytest.MonkeyPatch, silent_port: int
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENETDOWN, "Network is down")
+
+    monkeypatch.setattr(UdpSocket, "_write_run", fail)
+    with pytest.raises(ConnectionLost, match="Network is down"):
+        await dial("127.0.0.1", silent_port, alpn=ALPN, ca=certificates.ca)
+    with pytest.raises(ConnectionLost, match="Permission denied"):
+        await dial("255.255.255.255", 4433, alpn=ALPN, ca=certificates.ca)
+
+
 async def test_silence_ends_at_the_deadline(certificates: Certificates, silent_port: int) -> None:
     with pytest.raises(DeadlineExceeded, match="is the server running") as caught:
         await dial("127.0.0.1", silent_port, alpn=ALPN, ca=certificates.ca, deadline=0.1)
@@ -201,6 +226,23 @@ async def test_a_cancelled_dial_leaves_nothing(certificates: Certificates, silen
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+
+
+async def test_a_dial_that_is_cancelled_at_any_turn_leaves_nothing(certificates: Certificates) -> None:
+    async with serving(certificates) as server:
+        for turns in range(1000):
+            task = asyncio.create_task(dial("127.0.0.1", server.port, alpn=ALPN, ca=certificates.ca))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            try:
+                client = await task
+            except asyncio.CancelledError:
+                continue
+            await finish(client)
+            break
+        assert turns > 1
+        await until(lambda: not server.listener.connections)
 
 
 async def test_an_unknown_host(certificates: Certificates) -> None:
@@ -280,6 +322,27 @@ async def test_an_address_that_is_taken(certificates: Certificates) -> None:
                 )
 
 
+async def test_all_addresses_of_a_name_get_one_port(
+    certificates: Certificates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolved = [
+        (socket.AF_INET, ("127.0.0.1", 0)),
+        (socket.AF_INET6, ("::1", 0, 0, 0)),
+        (socket.AF_INET, ("192.0.2.1", 0)),  # not ours: left out
+    ]
+    with monkeypatch.context() as context:
+        context.setattr(udp, "_resolve", lambda *_, **__: _done(resolved))
+        server_context = serving(certificates, "name.example")
+        server = await server_context.__aenter__()
+    assert server.listener.addresses == [f"127.0.0.1:{server.port}", f"[::1]:{server.port}"]
+    for host in ("127.0.0.1", "::1"):
+        await finish(await dial(host, server.port, alpn=ALPN, ca=certificates.ca))
+    await server_context.__aexit__(None, None, None)
+    with pytest.raises(OSError, match="assign"):
+        async with serving(certificates, "192.0.2.1"):
+            pytest.fail("192.0.2.1 is not ours")
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -307,6 +370,16 @@ async def test_retry(certificates: Certificates) -> None:
         await finish(client)
 
 
+async def test_a_made_up_retry_token_makes_no_connection(certificates: Certificates) -> None:
+    async with serving(certificates, limits=ListenLimits(retry=True)) as server:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            for token in (b"x", bytes(100)):
+                sock.sendto(first_flight(certificates, token), ("127.0.0.1", server.port))
+        client = await dial("127.0.0.1", server.port, alpn=ALPN, ca=certificates.ca)
+        assert server.listener.connections == 1
+        await finish(client)
+
+
 @pytest.mark.parametrize("limits", [ListenLimits(connections=2), ListenLimits(connections_per_address=2)])
 async def test_connections_are_limited(certificates: Certificates, limits: ListenLimits) -> None:
     async with serving(certificates, limits=limits) as server:
@@ -319,9 +392,9 @@ async def test_connections_are_limited(certificates: Certificates, limits: Liste
         await finish(await dial("127.0.0.1", server.port, alpn=ALPN, ca=certificates.ca))
 
 
-def first_flight(certificates: Certificates) -> bytes:
+def first_flight(certificates: Certificates, token: bytes = b"") -> bytes:
     """The first datagram of a client."""
-    configuration = QuicConfiguration(alpn_protocols=ALPN)
+    configuration = QuicConfiguration(alpn_protocols=ALPN, token=token)
     configuration.load_verify_locations(str(certificates.ca))
     quic = QuicConnection(configuration=configuration)
     quic.connect(("127.0.0.1", 1), 0.0)
@@ -369,6 +442,17 @@ async def test_an_unknown_version_is_answered(certificates: Certificates) -> Non
         assert answer[1:5] == bytes(4)
         assert b"\x00\x00\x00\x01" in answer
         assert server.listener.connections == 0
+
+
+async def test_connection_ids_change(certificates: Certificates) -> None:
+    async with serving(certificates) as server:
+        client = await dial("127.0.0.1", server.port, alpn=ALPN, ca=certificates.ca)
+        other = await server.connections.get()
+        assert isinstance(client, AioquicConnection)
+        for _ in range(20):
+            client.engine.change_connection_id()
+            await echo_once(client, other, noise(20_000))
+        await finish(client)
 
 
 # Ends.
@@ -436,10 +520,16 @@ async def test_a_callback_that_raises_costs_one_connection(certificates: Certifi
 async def test_a_stock_aioquic_client(certificates: Certificates) -> None:
     configuration = QuicConfiguration(alpn_protocols=ALPN)
     configuration.load_verify_locations(str(certificates.ca))
+    tickets: list[object] = []
     data = noise(1 << 20)
     async with (
         serving(certificates) as server,
-        connect("127.0.0.1", server.port, configuration=configuration) as client,
+        connect(
+            "127.0.0.1",
+            server.port,
+            configuration=configuration,
+            session_ticket_handler=tickets.append,
+        ) as client,
     ):
         other = await server.connections.get()
         reader, writer = await client.create_stream()
@@ -449,7 +539,10 @@ async def test_a_stock_aioquic_client(certificates: Certificates) -> None:
         assert await read_all(incoming) == data
         await incoming.write(data, fin=True)
         assert await reader.read() == data
+        with pytest.raises(UsageError, match="takes no datagrams"):
+            other.send_datagram(b"x")
         client.close()
+    assert tickets == []  # without tickets there is no 0-RTT, which could be replayed
 
 
 async def test_a_stock_aioquic_server(certificates: Certificates) -> None:
