@@ -356,6 +356,10 @@ class Reception(OwnRequest):
             self._note_end(header, current)
         return None
 
+    async def _wait_for_room(self) -> None:
+        while not self._room.is_set():  # Others that waited may have taken it.
+            await self._room.wait()
+
     async def _pour(
         self,
         inlet: Inlet,
@@ -394,10 +398,6 @@ class Reception(OwnRequest):
         finally:
             inlet.cut()
         return None
-
-    async def _wait_for_room(self) -> None:
-        while not self._room.is_set():  # Others that waited may have taken it.
-            await self._room.wait()
 
     def _note_end(self, header: SubgroupHeader, last: ObjectHeader) -> None:
         """What FIN of a subgroup stream tells (moqt 12.2, 12.6). Raises MalformedTrack."""

@@ -171,6 +171,8 @@ class Scheduler:
         self._unopened: list[tuple[Urgency, int, Outgoing]] = []
         self._waiters: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
         self._stopped: ConnectionClosed | None = None
+        self._stale = False
+        """Streams are more or less urgent than their place in the heaps says."""
         connection.feeder = self._feed
 
     def start(self, outgoing: Outgoing) -> None:
@@ -189,10 +191,7 @@ class Scheduler:
     def reprioritise(self, outgoing: Outgoing, urgency: Urgency) -> None:
         """Change how urgent a stream is (REQUEST_UPDATE)."""
         outgoing.urgency = urgency
-        if outgoing.queued:
-            for heap in (self._open, self._unopened):
-                heap[:] = [(queued.urgency, turn, queued) for _, turn, queued in heap]
-                heapq.heapify(heap)
+        self._stale = self._stale or outgoing.queued
 
     def reset(self, outgoing: Outgoing, code: int) -> None:
         """End the stream with RESET_STREAM; one that the peer doesn't know yet is never opened. No effect
@@ -273,8 +272,16 @@ class Scheduler:
             if not outgoing.ended:
                 return outgoing
 
+    def _sort(self) -> None:
+        for heap in (self._open, self._unopened):
+            heap[:] = [(outgoing.urgency, turn, outgoing) for _, turn, outgoing in heap if not outgoing.ended]
+            heapq.heapify(heap)
+        self._stale = False
+
     def _feed(self) -> None:
         connection = self._connection
+        if self._stale:
+            self._sort()
         waiting: list[Outgoing] = []
         while (room := min(WATERMARK - connection.unsent, connection.credit)) > 0:
             outgoing = self._next(connection.stream_credit(bidirectional=False) > 0)

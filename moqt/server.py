@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from moqt.errors import DoneCode, MoqtError
+from moqt.errors import DoneCode, MoqtError, SessionCode
 from moqt.limits import Limits
 from moqt.quic.api import Connection, QuicOptions
 from moqt.quic.udp import Listener, listen
@@ -65,16 +65,24 @@ class Server:
             async with session:
                 self.sessions.add(session)
                 logger.info("%s: session with %s", connection.id, connection.peer)
-                if self._handler is not None:
-                    await self._handler(session)
+                await self._handle(session)
                 error = await session.wait_closed()
                 logger.info("%s: the session with %s is over: %s", connection.id, connection.peer, error)
         except MoqtError as error:
             logger.info("%s: the session with %s failed: %s", connection.id, connection.peer, error)
-        except Exception:
-            logger.exception("%s: the handler of the session with %s failed", connection.id, connection.peer)
         finally:
             self.sessions.discard(session)
+
+    async def _handle(self, session: Session) -> None:
+        if self._handler is None:
+            return
+        try:
+            await self._handler(session)
+        except MoqtError:
+            raise
+        except Exception:
+            logger.exception("%s: the handler of the session failed", session.connection.id)
+            await session.close(SessionCode.INTERNAL_ERROR, "internal error")
 
     async def close(self) -> None:
         """End all sessions and stop listening."""

@@ -1,0 +1,158 @@
+"""The sessions of a server, over connections in memory; `serve` itself is in test_loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from moqt.errors import DoneCode, RequestRejected, SessionClosed, SessionCode
+from moqt.limits import Limits
+from moqt.quic.memory import Link, pair
+from moqt.server import Server, SessionHandler
+from moqt.session import Session
+from moqt.track import Track, Tracks
+from tests.moqt.ends import NAME, Peer, collect, places, publish_groups, take
+
+pytestmark = pytest.mark.virtual
+
+
+def offered() -> Tracks:
+    tracks = Tracks()
+    tracks.add(Track(NAME, one_subgroup=True))
+    return tracks
+
+
+@asynccontextmanager
+async def serving(
+    tracks: Tracks | None = None, handler: SessionHandler | None = None, *, announce: bool = False
+) -> AsyncIterator[Server]:
+    server = Server(tracks, handler, Limits(setup_deadline=3), announce)
+    try:
+        yield server
+    finally:
+        await server.close()
+        assert not server.sessions
+        assert not server._tasks
+
+
+@asynccontextmanager
+async def client_of(server: Server) -> AsyncIterator[Session]:
+    link = pair()
+    server.accept(link.server)
+    async with Session(link.client) as session:
+        yield session
+
+
+async def test_sessions_share_the_tracks() -> None:
+    tracks = offered()
+    async with serving(tracks) as server, client_of(server) as one, client_of(server) as other:
+        await asyncio.sleep(0.1)
+        assert len(server.sessions) == 2
+        subscriptions = [await session.subscribe(NAME) for session in (one, other)]
+        publish_groups(next(iter(tracks)), range(3), 2)
+        for subscription in subscriptions:
+            assert len(await take(subscription, 6)) == 6
+        await one.close()
+        await asyncio.sleep(0.1)
+        assert len(server.sessions) == 1
+        publish_groups(next(iter(tracks)), [9], 1)
+        assert len(await take(subscriptions[1], 1)) == 1
+
+
+async def test_namespaces_are_announced_where_asked() -> None:
+    for announce in (True, False):
+        tracks = offered()
+        tracks.announce(NAME.namespace)
+        async with serving(tracks, announce=announce) as server, client_of(server) as session:
+            await asyncio.sleep(0.1)
+            assert bool(session.peer_namespaces) is announce
+
+
+async def test_a_session_goes_on_when_its_handler_has_returned() -> None:
+    seen: list[Session] = []
+
+    async def handler(session: Session) -> None:
+        seen.append(session)
+
+    async with serving(offered(), handler) as server, client_of(server) as session:
+        await asyncio.sleep(1)
+        assert list(server.sessions) == seen
+        await session.track_status(NAME)
+
+
+async def test_a_handler_that_fails(caplog: pytest.LogCaptureFixture) -> None:
+    """The peer is told that it was our fault."""
+
+    async def handler(_session: Session) -> None:
+        raise ZeroDivisionError("a mistake")
+
+    with caplog.at_level(logging.ERROR, "moqt.server"):
+        async with serving(offered(), handler) as server, client_of(server) as session:
+            error = await session.wait_closed()
+            await asyncio.sleep(0.1)
+            assert not server.sessions
+    assert isinstance(error, SessionClosed)
+    assert error.code == SessionCode.INTERNAL_ERROR
+    assert "a mistake" in caplog.text
+
+
+async def test_a_handler_that_meets_an_error_of_the_session() -> None:
+    async def handler(session: Session) -> None:
+        await session.subscribe(NAME)
+
+    async with serving(None, handler) as server, client_of(server) as session:
+        error = await session.wait_closed()
+        assert isinstance(error, SessionClosed)
+        assert error.code == SessionCode.NO_ERROR
+        with pytest.raises(SessionClosed):
+            await session.subscribe(NAME)
+
+
+async def test_a_peer_that_never_sets_up() -> None:
+    link = pair()
+    async with serving() as server:
+        server.accept(link.server)
+        assert (await link.client.wait_closed()).code == SessionCode.CONTROL_MESSAGE_TIMEOUT
+        await asyncio.sleep(0.1)
+        assert not server._tasks
+
+
+async def test_closing_in_the_middle_of_everything() -> None:
+    """Sessions that run, that are being set up, and whose handler is at work."""
+
+    async def handler(_session: Session) -> None:
+        await asyncio.sleep(1000)
+
+    links: list[Link] = []
+    async with serving(offered(), handler) as server:
+        for _ in range(3):
+            links.append(pair())
+            server.accept(links[-1].server)
+        running = Session(links[0].client)
+        await running.start()
+        await Peer(links[1].client).set_up(b"\xaf")
+    for link in links:
+        await link.client.wait_closed()
+    await running.close()
+
+
+async def test_finish() -> None:
+    """Each subscriber gets all and PUBLISH_DONE; one that takes nothing holds up no other."""
+    tracks = offered()
+    async with serving(tracks) as server, client_of(server) as good, client_of(server) as stuck:
+        subscription = await good.subscribe(NAME)
+        await stuck.subscribe(NAME)
+        stuck.connection._link.stall()  # type: ignore[attr-defined]
+        publish_groups(next(iter(tracks)), range(3), 2)
+        finishing = asyncio.ensure_future(server.finish(DoneCode.GOING_AWAY, deadline=5))
+        async with asyncio.timeout(1):
+            assert len(places(await collect(subscription))) == 6
+        assert subscription.done is not None
+        await finishing
+        with pytest.raises(RequestRejected):
+            await subscription.update(priority=1)
+        stuck.connection._link.resume()  # type: ignore[attr-defined]
