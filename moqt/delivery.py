@@ -130,7 +130,8 @@ class Delivery(TrackWatcher):
             self._scheduler.push(current.outgoing, fin=True)
         elif code is not None:
             self._reset((group, subgroup), code)
-        self._refused.discard((group, subgroup))  # Nothing more comes of it.
+        if code is None:
+            self._refused.discard((group, subgroup))
 
     def on_removed(self, code: DoneCode) -> None:
         """End the subscription with PUBLISH_DONE `code`, once its streams are closed."""
@@ -150,6 +151,17 @@ class Delivery(TrackWatcher):
         self._scheduler.push(subgroup.outgoing, *pieces)
         if not self.track.authoritative and not subgroup.outgoing.ended:
             subgroup.outgoing.hold(item)
+            behind = sum(outgoing.backlog for outgoing in self._sending - self._fills)
+            if behind > self.session.limits.max_behind:
+                self._fall_behind()
+
+    def _fall_behind(self) -> None:
+        """The peer takes less than comes; what waits for it can't stay in the cache for ever (moqt 9)."""
+        self.track.unwatch(self)
+        self._subgroups.clear()
+        for outgoing in list(self._sending):
+            self._scheduler.reset(outgoing, ResetCode.TOO_FAR_BEHIND)
+        self.on_removed(DoneCode.TOO_FAR_BEHIND)
 
     def _open(self, key: tuple[int, int], item: StoredObject) -> _Subgroup:
         header = SubgroupHeader(

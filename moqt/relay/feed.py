@@ -259,7 +259,7 @@ class Feed:
                 self._linger = None
         elif self._linger is None and not self._relay.closed:
             loop = asyncio.get_running_loop()
-            self._linger = loop.call_later(self._relay.linger, self._rest)
+            self._linger = loop.call_later(self._relay.linger if self._sources else 0.0, self._rest)
 
     def _rest(self) -> None:
         self._linger = None

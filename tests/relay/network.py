@@ -53,12 +53,17 @@ class Network:
         return link, session
 
     async def subscriber(
-        self, relay: int = -1, limits: Limits | None = None, **link_options: Any
+        self,
+        relay: int = -1,
+        limits: Limits | None = None,
+        relay_limits: Limits | None = None,
+        **link_options: Any,
     ) -> tuple[Link, Session]:
         """One more subscriber dials a relay."""
         link = pair(**{**self.more, **link_options})
         session = Session(link.client, limits=limits)
-        await self._meet(session, Session(link.server, tracks=self.relays[relay].tracks, announce=False))
+        server = Session(link.server, tracks=self.relays[relay].tracks, announce=False, limits=relay_limits)
+        await self._meet(session, server)
         return link, session
 
     async def chain(self, lower: int, upper: int) -> Link:

@@ -10,6 +10,7 @@ import pytest
 from moqt import (
     DoneCode,
     FullTrackName,
+    Limits,
     RequestCode,
     RequestRejected,
     ResetCode,
@@ -113,6 +114,21 @@ async def test_a_subscriber_that_leaves_while_the_relay_waits_for_a_publisher() 
         await asyncio.sleep(15)
         assert waiting.cancelled()
         assert not net.relays[0].feeds
+
+
+async def test_nobody_is_asked_for_what_he_asks_for() -> None:
+    """Two relays that dial each other's tree do not send a request in circles."""
+    tracks = Tracks()
+    tracks.announce((b"mine",))
+    name = FullTrackName((b"mine",), b"k")
+    async with network(relays=2, subscribers=0) as net:
+        _, session = await net.publish(tracks, relay=1)
+        await asyncio.sleep(1)
+        with pytest.raises(RequestRejected) as caught:
+            await session.subscribe(name)
+        assert caught.value.code == RequestCode.DOES_NOT_EXIST
+        await asyncio.sleep(1)
+        assert not any(relay.feeds for relay in net.relays)
 
 
 async def test_rendezvous() -> None:
@@ -246,6 +262,29 @@ async def test_a_stopped_reader_changes_nothing_for_the_others() -> None:
             async with asyncio.timeout(60):
                 check_exactly_once(track, objects(await collect(subscription)))
         check_exactly_once(track, objects(await collect(subscriptions[0])))
+
+
+async def test_a_subscriber_that_falls_too_far_behind_loses_its_subscription() -> None:
+    """It is told so, its bytes no longer hold the cache up, and the others feel nothing."""
+    track = make_track(b"k", one_subgroup=True)
+    size = 1 << 20
+    async with network(track, relay_options={"cache_bytes": 8 * size}) as net:
+        limits = Limits(receive_buffer=size)
+        link, slow = await net.subscriber(limits=limits, relay_limits=Limits(max_behind=16 * size))
+        behind = await join(slow, track.name)
+        whole = asyncio.ensure_future(collect(await join(net.sessions[0], track.name)))
+        for group in range(24):
+            filled(track, [group], 2, size)
+            await asyncio.sleep(0.5)
+        assert net.relays[0].cache.bytes < 9 * size
+        net.end(track)
+        check_exactly_once(track, objects(await whole))
+        items = await collect(behind)
+        assert behind.done is not None
+        assert behind.done.status == DoneCode.TOO_FAR_BEHIND
+        assert 0 < len(objects(items)) < 24
+        assert ResetCode.TOO_FAR_BEHIND in {item.code for item in items if isinstance(item, StreamEnd)}
+        assert not link.server.closed
 
 
 async def test_a_completed_track_is_served_when_its_publisher_has_left() -> None:
