@@ -243,8 +243,7 @@ class Subscription(Reception):
         self._suspected.append(code)
         for request_id in self._due:
             self._after(self.session.limits.suspicion, self._fill_lost, request_id, code)
-        if self.done is not None:
-            self._await_streams(self.done)
+        self._settle()
 
     def _fill_lost(self, request_id: int, code: int) -> None:
         if request_id in self._due:
@@ -273,15 +272,10 @@ class Subscription(Reception):
     def _on_message(self, message: Message) -> None:
         if isinstance(message, PublishDone):
             self.done = message
-            self._await_streams(message)
+            self._after(self.session.limits.done_deadline, self._waited)
             self._settle()
         elif isinstance(message, PublishStateNotify) and message.parameters.largest is not None:
             self.largest = message.parameters.largest
-
-    def _await_streams(self, done: PublishDone) -> None:
-        limits = self.session.limits
-        suspicious = len(self._suspected) >= done.stream_count - self._streams_ended - len(self._streams)
-        self._after(limits.suspicion if suspicious else limits.done_deadline, self._waited)
 
     def _waited(self) -> None:
         self._time_is_up = True
@@ -292,13 +286,15 @@ class Subscription(Reception):
         (moqt 4.2).
         """
         if self.done is not None and not (self._over or self._streams or self._cut):
-            count = self.done.stream_count
-            missing = len(self._suspected) if count == UNKNOWN_STREAM_COUNT else count - self._streams_ended
-            if self._time_is_up or (missing <= 0 and count != UNKNOWN_STREAM_COUNT):
+            unknown = self.done.stream_count == UNKNOWN_STREAM_COUNT
+            missing = len(self._suspected) if unknown else self.done.stream_count - self._streams_ended
+            if self._time_is_up or (missing <= 0 and not unknown):
                 if missing > 0:
                     for code in self._suspected[:missing] or [ResetCode.INTERNAL_ERROR]:
                         self._put(StreamEnd(None, False, code))
                 self._finish()
+            elif not unknown and len(self._suspected) >= missing:
+                self._after(self.session.limits.suspicion, self._waited)
         super()._settle()
 
 

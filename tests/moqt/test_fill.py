@@ -228,7 +228,8 @@ async def test_a_fill_that_overtakes_the_reply_waits_for_it() -> None:
         await asyncio.sleep(0.5)
         await talk.say(SubscribeOk(1, Parameters(largest=Location(1, 0))))
         subscription = await asking
-        assert [item.payload for item in await take(subscription, 1)] == [b"x"]
+        async with asyncio.timeout(0.1):
+            assert [item.payload for item in await take(subscription, 1)] == [b"x"]
         updating = asyncio.ensure_future(subscription.update(fill=Fill(filter=RELATIVE)))
         update = await talk.next()
         assert isinstance(update, RequestUpdate)
@@ -236,8 +237,9 @@ async def test_a_fill_that_overtakes_the_reply_waits_for_it() -> None:
         await peer.send(encoder.header() + encoder.object(Location(3, 0), 1) + b"y", fin=True)
         await asyncio.sleep(0.5)
         await talk.say(RequestOk(Parameters(largest=Location(3, 0))))
-        assert await updating
-        assert [item.payload for item in await take(subscription, 1)] == [b"y"]
+        async with asyncio.timeout(0.1):
+            assert await updating
+            assert [item.payload for item in await take(subscription, 1)] == [b"y"]
 
 
 async def test_a_fill_of_an_update_that_is_refused() -> None:

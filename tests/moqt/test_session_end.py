@@ -177,6 +177,21 @@ async def test_what_had_come_before_the_end_is_still_given() -> None:
         assert subscription.done is not None
 
 
+@pytest.mark.parametrize("turns", range(1, 6))
+async def test_all_comes_at_once_with_the_end(turns: int) -> None:
+    """Data, PUBLISH_DONE and the close: the subscription has ended before the session did."""
+    async with hostile() as (session, peer):
+        talk, subscription = await subscribe_at(session, peer, filter=LocationFilter.none())
+        for group in range(3):
+            await peer.send(subgroup((0, b"a"), group=group), fin=True)
+        await talk.say(PublishDone(DoneCode.TRACK_ENDED, 3), fin=True)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        peer.connection.close(7, "bye")
+        assert len(objects_of(await collect(subscription))) == 3
+        assert session.closed
+
+
 async def test_a_fetch_that_had_come_before_the_end() -> None:
     limits = Limits(receive_buffer=300)
     track = Track(NAME)

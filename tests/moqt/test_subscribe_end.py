@@ -174,6 +174,19 @@ async def test_a_counted_stream_that_was_reset_before_its_header() -> None:
         assert asyncio.get_running_loop().time() - started < 1
 
 
+async def test_a_counted_stream_that_is_missing_while_another_is_read() -> None:
+    async with subscribed(filter=LocationFilter.none()) as (_, peer, subscription, talk):
+        started = asyncio.get_running_loop().time()
+        peer.connection.open(bidirectional=False).reset(4)
+        stream = await peer.send(subgroup((0, b"a")))
+        await talk.say(PublishDone(DoneCode.TRACK_ENDED, 2), fin=True)
+        await asyncio.sleep(1)
+        await stream.write(b"", fin=True)
+        items = await collect(subscription)
+        assert ends_of(items) == [StreamEnd(0, False, None), StreamEnd(None, False, 4)]
+        assert asyncio.get_running_loop().time() - started < 1.6
+
+
 async def test_a_fill_that_was_reset_before_its_header() -> None:
     async with hostile() as (session, peer):
         _, subscription = await subscribe_at(session, peer, fill=WHOLE, largest=Location(3, 0))
