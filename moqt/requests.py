@@ -17,6 +17,7 @@ from moqt.errors import (
     StreamReset,
     UsageError,
 )
+from moqt.names import TrackNamespace
 from moqt.quic.api import Stream
 from moqt.states import COMPLETE, TRANSITIONS, RequestState, Sender
 from moqt.wire import (
@@ -34,7 +35,7 @@ from moqt.wire import (
     encode,
 )
 
-__all__ = ["RequestIds", "RequestStream"]
+__all__ = ["RequestIds", "RequestStream", "namespace_of"]
 
 _NAMESPACE_REQUESTS = (PublishNamespace, SubscribeNamespace, SubscribeTracks)
 
@@ -278,3 +279,12 @@ class RequestStream:
 
 def _violation(reason: str) -> ProtocolError:
     return ProtocolError(SessionCode.PROTOCOL_VIOLATION, reason)
+
+
+def namespace_of(request: Request) -> TrackNamespace:
+    """The namespace, or prefix of namespaces, that a request is about."""
+    if isinstance(request, PublishNamespace):
+        return request.namespace
+    if isinstance(request, (SubscribeNamespace, SubscribeTracks)):
+        return request.prefix
+    return request.track.namespace

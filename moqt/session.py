@@ -34,7 +34,7 @@ from moqt.namespaces import Announcement, NamespaceWatch, announce, take_namespa
 from moqt.publishing import Publishing, request_error
 from moqt.quic.api import Connection, ConnectionClosed, Stream
 from moqt.reception import Sink
-from moqt.requests import RequestIds, RequestStream
+from moqt.requests import RequestIds, RequestStream, namespace_of
 from moqt.scheduler import Scheduler
 from moqt.states import Sender
 from moqt.subscribing import FetchStream, Fill, Subscribing, Subscription, TrackStatusResult
@@ -565,7 +565,7 @@ class Session:
             raise RequestRefused(
                 RequestCode.EXCESSIVE_LOAD, f"{self.limits.max_requests} requests are open already"
             )
-        if _namespace_of(request)[:1] in [(name,) for name in _RESERVED_NAMESPACES]:  # moqt 20 #35
+        if namespace_of(request)[:1] in [(name,) for name in _RESERVED_NAMESPACES]:  # moqt 20 #35
             raise RequestRefused(RequestCode.DOES_NOT_EXIST, "nothing is here under a reserved namespace")
         match request:
             case Subscribe():
@@ -591,11 +591,3 @@ class Session:
         await asyncio.sleep(seconds)
         if self._serving or self._requests:
             self.abort(SessionCode.GOAWAY_TIMEOUT, "requests were left after GOAWAY")
-
-
-def _namespace_of(request: Request) -> TrackNamespace:
-    if isinstance(request, PublishNamespace):
-        return request.namespace
-    if isinstance(request, (SubscribeNamespace, SubscribeTracks)):
-        return request.prefix
-    return request.track.namespace
