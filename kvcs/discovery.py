@@ -27,6 +27,11 @@ DISCOVERY_WAIT: Final = 0.5
 14 #4).
 """
 
+HEAD_START: Final = 0.01
+"""Seconds by which the longest prefix is asked for before all others: where it is published and near, they
+need not be asked for, and layer 0 comes sooner.
+"""
+
 MORE_WAIT: Final = 0.005
 """Seconds for further publications of the longest prefix, after the first."""
 
@@ -112,8 +117,12 @@ class _Search:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> _Search:
-        self._tasks = [asyncio.create_task(question.ask()) for question in self.questions]
+        self._tasks = [asyncio.create_task(self.questions[0].ask()), asyncio.create_task(self._ask_others())]
         return self
+
+    async def _ask_others(self) -> None:
+        await asyncio.sleep(HEAD_START)
+        self._tasks += [asyncio.create_task(question.ask()) for question in self.questions[1:]]
 
     async def __aexit__(self, *_: object) -> None:
         for task in self._tasks:
