@@ -358,8 +358,14 @@ async def test_a_segment_comes_from_another_publication_as_a_whole() -> None:
 @pytest.mark.requirement("R7.4b")
 @pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize("who", [(), (0,), (1,)])
-async def test_publications_are_not_mixed(who: tuple[int, ...], partial: bool) -> None:
-    """Layers 0 and 1 were handed out, layer 2 is bad: unless both are deterministic, the rest is missing."""
+@pytest.mark.parametrize("listed", [0, 10**6])
+async def test_publications_are_not_mixed(
+    listed: int, who: tuple[int, ...], partial: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers 0 and 1 were handed out, layer 2 is bad: unless both are deterministic, the rest is missing;
+    whether digests are listed or not.
+    """
+    monkeypatch.setattr("kvcs.publisher.MAX_LISTED", listed)
     other = make_cache(MODEL, len(TOKENS), seed=77)
     async with stage() as scene:
         first = await spoiled(scene, CACHE, ("k.raw.s0", 2, 0), deterministic=0 in who)
@@ -418,10 +424,20 @@ async def test_deterministic_publications_that_differ_are_not_mixed() -> None:
         with pytest.raises(CacheIncomplete) as caught:
             await scene.receive()
         assert caught.value.missing == (Missing(0, 2, 0),)
-        # Nothing handed out yet: then the second may bring the whole.
-        third = await spoiled(scene, CACHE, ("k.raw.s0", 0, 0), deterministic=True)
-        fourth = await spoiled(scene, other, deterministic=True)
-        check_layers(await scene.receive(publications=[third.name, fourth.name]), other)
+
+
+@pytest.mark.requirement("R7.4b")
+@pytest.mark.parametrize("listed", [6, 10**6])
+async def test_the_second_brings_the_whole_when_nothing_was_handed_out(
+    listed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two that say they are deterministic and differ, also where only layer 0 is listed of the second."""
+    other = make_cache(MODEL, len(TOKENS), seed=77)
+    async with stage() as scene:
+        await spoiled(scene, CACHE, ("k.raw.s0", 0, 0), deterministic=True)
+        monkeypatch.setattr("kvcs.publisher.MAX_LISTED", listed)
+        await spoiled(scene, other, deterministic=True)
+        check_layers(await scene.receive(), other)
 
 
 async def test_a_producer_that_stalls_is_replaced_by_another_publication() -> None:
@@ -437,7 +453,9 @@ async def test_a_producer_that_stalls_is_replaced_by_another_publication() -> No
             await put_layers(second.segment, other, last=1)
             await asyncio.sleep(3)
             assert reception.publication == second.name
-            await put_layers(stalled.segment, CACHE)  # too late: it is not asked any more
+            # The first one is not asked any more.
+            assert not any(track._watchers for track in stalled.segment.tracks.values())
+            await put_layers(stalled.segment, CACHE)
             await put_layers(second.segment, other, first=2)
             check_layers(await task, other)
 

@@ -166,6 +166,23 @@ async def test_end_of_group_tells_of_its_layer(block: int) -> None:
         assert len(error.missing) == 1 + 2 * BLOCKS  # and layers 2 and 3, which are not published
 
 
+async def test_nothing_comes_after_the_error() -> None:
+    """What is missing stays as it was told, though production goes on."""
+    async with stage() as scene:
+        publication = scene.publisher().publish(TOKENS)
+        lose(publication, "k.raw.s0", 1, 1)
+        async with await scene.subscriber().receive(TOKENS) as reception:
+            await put_layers(publication.segment, CACHE, last=1)
+            with pytest.raises(CacheIncomplete) as caught:
+                await collect(reception)
+            await asyncio.sleep(0.1)
+            assert not any(track._watchers for track in publication.segment.tracks.values())
+            await put_layers(publication.segment, CACHE, first=2)
+            await asyncio.sleep(1)
+            assert reception.missing == list(caught.value.missing)
+            assert len(reception.missing) == 1 + 2 * BLOCKS
+
+
 @pytest.mark.requirement("R7.2d")
 async def test_none_of_the_three() -> None:
     """Then the Object may still come: it is waited for as long as patience lasts."""

@@ -224,6 +224,17 @@ async def test_a_consumer_slower_than_the_publisher(live: bool) -> None:
 
 
 @pytest.mark.virtual
+async def test_a_publisher_slower_than_patience_for_a_layer() -> None:
+    """Each Object is a sign of life, not only each layer: none is more than 4.8 seconds after the last."""
+    async with stage() as scene:
+        production = put_one_by_one(scene.publisher().publish(TOKENS).segment, CACHE)
+        task = asyncio.create_task(scene.receive(patience=5.0))
+        for _ in production:
+            await asyncio.sleep(1.2)
+        check_layers(await task, CACHE)
+
+
+@pytest.mark.virtual
 async def test_a_consumer_that_blocks_the_event_loop() -> None:
     """Nothing was read meanwhile. What has arrived counts when it is back, and so does the next segment."""
     tokens = [*TOKENS, 1, 2]
