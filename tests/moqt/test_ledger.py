@@ -102,7 +102,8 @@ def test_the_end_of_a_subgroup() -> None:
     record(ledger, 0, 3, subgroup=1)
     ledger.end_subgroup(0, 1, 3)
     ledger.end_subgroup(0, 1, 3)
-    record(ledger, 0, 2, subgroup=1)
+    assert not record(ledger, 0, 3, subgroup=1)
+    assert record(ledger, 0, 2, subgroup=1)
     record(ledger, 0, 4, subgroup=2)
     with pytest.raises(MalformedTrack):
         record(ledger, 0, 4, subgroup=1)
@@ -141,6 +142,11 @@ def test_gaps(kind: PropertyType, size: int, malformed: bool) -> None:
             ledger.record(item, b"x", priority=128)
     else:
         assert ledger.record(item, b"x", priority=128)
+
+
+def test_a_gap_down_to_the_very_first() -> None:
+    for kind in (PropertyType.PRIOR_OBJECT_ID_GAP, PropertyType.PRIOR_GROUP_ID_GAP):
+        assert Ledger(9).record(header(4, 4, properties=gap(kind, 4)), b"x", priority=128)
 
 
 def test_a_gap_inside_the_immutable_properties() -> None:
