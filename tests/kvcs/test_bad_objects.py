@@ -355,6 +355,47 @@ async def test_a_segment_comes_from_another_publication_as_a_whole() -> None:
             assert reception.missing == []
 
 
+async def test_a_publication_that_was_given_up_is_left_alone() -> None:
+    """Nothing more is asked of it, and nothing is waited for."""
+    other = make_cache(MODEL, len(TOKENS), seed=77)
+    async with stage() as scene:
+        first = scene.publisher().publish(TOKENS)
+        forge(first, flip, ("k.raw.s0", 0, 2))
+        second = scene.publisher().publish(TOKENS)
+        async with await scene.subscriber().receive(TOKENS) as reception:
+            task = asyncio.create_task(collect(reception))
+            await put_layers(first.segment, CACHE, last=1)
+            await asyncio.sleep(1)
+            assert reception.publication == second.name
+            assert not any(track._watchers for track in first.segment.tracks.values())
+            await put_layers(second.segment, other)
+            check_layers(await task, other)
+
+
+async def test_segments_that_are_cut_differently() -> None:
+    """A later segment of another publication is of use only where it goes on from what is covered."""
+    tokens = [*TOKENS, 1, 2, 3, 4, 5, 6]
+    cache = make_cache(MODEL, 12)
+    async with stage() as scene:
+        publications = [scene.publisher().publish(TOKENS) for _ in range(2)]
+        for publication, cuts in zip(publications, ((6, 10), (6, 8, 12)), strict=True):
+            start = 0
+            for stop in cuts:
+                if start:
+                    publication.add_segment(tokens[start:stop])
+                part = slice(start, stop)
+                await put_layers(publication.segment, [(k[part], v[part]) for k, v in cache])
+                start = stop
+        names = [publication.name for publication in publications]
+        for order, blocks in ((names, [3, 2]), (names[::-1], [3, 1, 2])):
+            async with await scene.subscriber().receive(tokens, publications=order) as reception:
+                layers = await collect(reception)
+                assert reception.blocks == sum(blocks)
+            assert len(layers) == LAYERS * len(blocks)
+            for layer in layers:
+                check_layer(layer, cache, blocks=(sum(blocks[: layer.segment]), blocks[layer.segment]))
+
+
 @pytest.mark.requirement("R7.4b")
 @pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize("who", [(), (0,), (1,)])

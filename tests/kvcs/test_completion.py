@@ -30,6 +30,7 @@ from tests.kvcs.stage import (
     Wiretap,
     check_layers,
     collect,
+    make_cache,
     now,
     put_layers,
     put_one_by_one,
@@ -280,6 +281,22 @@ async def test_a_further_segment_is_waited_for_while_there_is_production(live: b
             check_layers(await task, CACHE)
             assert reception.blocks == BLOCKS
             assert (3.0 <= now() - at < 3.1) if live else now() == at
+
+
+async def test_patience_for_a_further_segment_begins_with_it() -> None:
+    """However long it was waited for."""
+    tokens = [*TOKENS, 1, 2]
+    async with stage() as scene:
+        publication = scene.publisher().publish(TOKENS)
+        subscriber = scene.subscriber(patience=5.0, segment_wait=60.0)
+        async with await subscriber.receive(tokens) as reception:
+            task = asyncio.create_task(collect(reception))
+            await put_layers(publication.segment, CACHE)
+            await asyncio.sleep(30)
+            publication.add_segment([1, 2])
+            await asyncio.sleep(4)
+            await put_layers(publication.segment, make_cache(MODEL, 2))
+            assert len(await task) == 2 * LAYERS
 
 
 # Signs that come too early

@@ -357,13 +357,29 @@ async def test_the_connection_is_lost_during_discovery(after: float) -> None:
         assert now() < 0.5
 
 
-async def test_the_connection_is_lost_before_the_manifest_came() -> None:
+@pytest.mark.parametrize("named", [False, True])
+async def test_the_connection_is_lost_before_the_manifest_came(named: bool) -> None:
     async with stage() as scene:
-        announce_silent(scene)
+        name = announce_silent(scene)
         asyncio.get_running_loop().call_later(1.0, scene.link.cut)
         with pytest.raises(ConnectionLost):
-            await scene.subscriber().receive(TOKENS)
+            await scene.subscriber().receive(TOKENS, publications=[name] if named else None)
         assert now() < 1.1
+
+
+async def test_a_watch_that_breaks_off_takes_its_namespaces_with_it() -> None:
+    """moqt 11. The prefix is asked for again, and what was withdrawn meanwhile is not found."""
+    taps: list[Wiretap] = []
+    async with stage(tap=lambda link: taps.append(Wiretap(link))) as scene:
+        gone, stays = scene.publisher().publish(TOKENS), scene.publisher().publish(TOKENS[:4])
+        task = asyncio.create_task(discover_in_scope(scene.here, MODEL, SCOPE_KEY, TOKENS, wait=3.0))
+        await asyncio.sleep(1)
+        taps[0].change = lambda piece: None if not piece.from_client and not piece.stream & 2 else piece
+        gone.close()
+        await asyncio.sleep(0.005)
+        taps[0].change = None
+        assert await task == [Found(stays.name, 2)]
+    assert len(prefixes(taps[0])) > 1
 
 
 def test_cancelled_at_any_moment() -> None:
