@@ -17,7 +17,7 @@ from kvcs.codecs import CODECS
 from kvcs.identity import Descriptor, ScopeKey, Tokens
 from kvcs.layout import NUMPY_DTYPES, Order, Tensor, to_blocks
 from kvcs.manifest import Manifest
-from kvcs.names import Component
+from kvcs.names import Component, DataTrack
 from kvcs.payload import data_digest, seal, token_start
 from kvcs.publisher import Publication, Publisher, Segment
 from kvcs.subscriber import Reception, Subscriber
@@ -27,7 +27,7 @@ from moqt.names import FullTrackName
 from moqt.quic.api import QuicOptions
 from moqt.quic.memory import Link, MemoryConnection, pair
 from moqt.session import Session
-from moqt.track import Track, Tracks
+from moqt.track import StoredObject, Track, Tracks
 from moqt.wire import (
     DataStreamDecoder,
     Event,
@@ -178,6 +178,18 @@ def manifests(publication: Publication) -> list[Manifest]:
     return [
         Manifest.parse(b"".join(stored.payload)) for stored in track.objects(Location(0, 0), track.largest)
     ]
+
+
+def stored(publication: Publication, name: str) -> dict[tuple[int, int], StoredObject]:
+    """All Objects of a data track, by layer and block."""
+    track = publication.segments[DataTrack.parse(name).segment].tracks[DataTrack.parse(name)]
+    objects = track.objects(Location(0, 0), Location(1000, 1000))
+    return {(item.location.group, item.location.object): item for item in objects}
+
+
+def payload(item: StoredObject) -> bytes:
+    """The payload in one piece."""
+    return b"".join(item.payload)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import struct
 from typing import Any
@@ -11,33 +10,28 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcs.assembly import Layer
-from kvcs.codecs import CODECS
-from kvcs.errors import InvalidTensor, InvalidTokens, InvalidValue
-from kvcs.identity import block_keys, layer_digest
-from kvcs.layout import Order, arrange
+from kvcs.errors import InvalidTokens, InvalidValue
+from kvcs.identity import block_keys
 from kvcs.manifest import MAX_SEGMENTS
 from kvcs.names import DataTrack, PublicationName
-from kvcs.payload import HEADER_SIZE, data_digest
-from kvcs.publisher import Publication, Publisher
-from kvcs.subscriber import CacheIncomplete, NothingFound
+from kvcs.payload import HEADER_SIZE
+from kvcs.publisher import Publisher
+from kvcs.subscriber import CacheIncomplete
 from moqt.errors import DoneCode, LocationTaken, RequestCode, RequestRejected
 from moqt.filters import Location, LocationFilter
 from moqt.limits import Limits
 from moqt.names import FullTrackName
 from moqt.quic.api import QuicOptions
 from moqt.subscribing import FetchStream, Fill, ReceivedObject
-from moqt.track import StoredObject, Track, Tracks
+from moqt.track import Track, Tracks
 from moqt.wire import (
     AliasType,
-    Fetch,
     FetchHeader,
     ObjectHeader,
     ObjectStatus,
     PropertyType,
     PublishNamespace,
     SubgroupHeader,
-    Subscribe,
     Token,
     get,
 )
@@ -52,9 +46,10 @@ from tests.kvcs.stage import (
     collect,
     descriptor,
     make_cache,
-    now,
+    payload,
     put_layers,
     stage,
+    stored,
 )
 
 pytestmark = pytest.mark.virtual
@@ -79,17 +74,6 @@ def appended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bytes, int, int]]:
 
 def publisher(**options: Any) -> Publisher:
     return Publisher(MODEL, SCOPE_KEY, **options)
-
-
-def stored(publication: Publication, name: str) -> dict[tuple[int, int], StoredObject]:
-    """All Objects of a track."""
-    track = publication.segments[DataTrack.parse(name).segment].tracks[DataTrack.parse(name)]
-    objects = track.objects(Location(0, 0), Location(1000, 1000))
-    return {(item.location.group, item.location.object): item for item in objects}
-
-
-def payload(item: StoredObject) -> bytes:
-    return b"".join(item.payload)
 
 
 # Groups and Objects (kvcs 3.3, 3.4)
@@ -421,191 +405,6 @@ async def test_closing_ends_subscriptions(code: DoneCode | None, whole: bool, ex
             await scene.here.subscribe(names[0])
 
 
-# Encodings (kvcs 3.2, 4)
-
-
-@pytest.mark.requirement("R3.2b")
-async def test_several_encodings_of_one_segment() -> None:
-    """A consumer takes the pair of the codec that it prefers, or a kv track where there is no pair."""
-    async with stage() as scene:
-        maker = scene.publisher(codecs=["raw", "x-shuffle-zlib"], joint_codecs=["raw", "x-shuffle-zlib"])
-        publication = maker.publish(TOKENS)
-        await put_layers(publication.segment, CACHE)
-        assert [str(track) for track in publication.manifest.segments[0].tracks] == [
-            "k.raw.s0",
-            "v.raw.s0",
-            "k.x-shuffle-zlib.s0",
-            "v.x-shuffle-zlib.s0",
-            "kv.raw.s0",
-            "kv.x-shuffle-zlib.s0",
-        ]
-
-
-RAW, ZIP = "raw", "x-shuffle-zlib"
-
-
-@pytest.mark.requirement("R3.2b")
-@pytest.mark.parametrize("live", [True, False])
-@pytest.mark.parametrize(
-    ("codecs", "joint", "wanted", "taken"),
-    [
-        ([RAW, ZIP], [RAW, ZIP], [RAW, ZIP], {"k.raw.s0", "v.raw.s0"}),
-        ([RAW, ZIP], [RAW, ZIP], [ZIP, RAW], {"k.x-shuffle-zlib.s0", "v.x-shuffle-zlib.s0"}),
-        ([RAW, ZIP], [], [ZIP], {"k.x-shuffle-zlib.s0", "v.x-shuffle-zlib.s0"}),
-        ([], [RAW], [RAW], {"kv.raw.s0"}),
-        ([], [ZIP], [RAW, ZIP], {"kv.x-shuffle-zlib.s0"}),
-        ([ZIP], [RAW], [RAW, ZIP], {"kv.raw.s0"}),
-        ([ZIP], [RAW], [ZIP, RAW], {"k.x-shuffle-zlib.s0", "v.x-shuffle-zlib.s0"}),
-    ],
-)
-async def test_what_a_consumer_takes(
-    codecs: list[str], joint: list[str], wanted: list[str], taken: set[str], live: bool
-) -> None:
-    """The pair of the codec that it prefers, or the kv track where there is no pair; nothing else is sent."""
-    taps: list[Wiretap] = []
-    async with stage(tap=lambda link: taps.append(Wiretap(link))) as scene:
-        publication = scene.publisher(codecs=codecs, joint_codecs=joint).publish(TOKENS)
-        if not live:
-            await put_layers(publication.segment, CACHE)
-        task = asyncio.create_task(scene.receive(codecs=wanted))
-        await asyncio.sleep(1)
-        if live:
-            await put_layers(publication.segment, CACHE)
-        check_layers(await task, CACHE)
-    requests = taps[0].requests(from_client=True)
-    asked = {request.track.name for request in requests if isinstance(request, Subscribe | Fetch)}
-    assert asked - {b"manifest.cose", b"manifest"} == {name.encode() for name in taken}
-
-
-@pytest.mark.requirement("R4e")
-async def test_digests_of_the_pair_and_of_kv_agree() -> None:
-    """SHA-256 over the K Data and the V Data is the digest of the kv Data and the KVSP layer digest."""
-    publication = publisher(joint_codecs=["raw"]).publish(TOKENS)
-    await put_layers(publication.segment, CACHE)
-    k, v, kv = (stored(publication, f"{component}.raw.s0") for component in ("k", "v", "kv"))
-    assert len(k) == len(v) == len(kv) == LAYERS * BLOCKS
-    for location in kv:
-        parts = payload(k[location])[HEADER_SIZE:], payload(v[location])[HEADER_SIZE:]
-        digest = hashlib.sha256(b"".join(parts)).digest()
-        assert payload(kv[location])[HEADER_SIZE:] == b"".join(parts)
-        assert data_digest(payload(kv[location])) == digest == layer_digest(*parts)
-        block = slice(2 * location[1], 2 * location[1] + 2)
-        tensors = CACHE[location[0]]
-        assert digest == layer_digest(tensors[0][block].tobytes(), tensors[1][block].tobytes())
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"codecs": ["raw", "x-none"]}, "no codec x-none here; there are raw, x-shuffle-zlib"),
-        ({"joint_codecs": ["zip"]}, "no codec zip"),
-        ({"codecs": []}, "at least one codec"),
-        ({"codecs": ["raw", "raw"]}, "named twice"),
-        ({"joint_codecs": ["raw", "raw"]}, "named twice"),
-    ],
-)
-def test_codecs_that_cannot_be(options: dict[str, Any], message: str) -> None:
-    tracks = Tracks()
-    with pytest.raises(InvalidValue, match=message):
-        publisher(tracks=tracks, **options)
-    assert not list(tracks)
-    assert not tracks.namespaces
-
-
-MLA = descriptor(attention="mla", kv_heads=1, head_dim=6)
-
-
-async def test_mla_has_no_v() -> None:
-    """K and V share one latent tensor: only kv tracks, and `v` is None on both sides."""
-    cache = make_cache(MLA, len(TOKENS))
-    with pytest.raises(InvalidValue, match="offer joint codecs only"):
-        Publisher(MLA, SCOPE_KEY)
-    for codec in CODECS:
-        async with stage() as scene:
-            segment = scene.publisher(MLA, codecs=[], joint_codecs=[codec]).publish(TOKENS).segment
-            await segment.put_layer(0, cache[0][0], None)
-            with pytest.raises(InvalidTensor):
-                await segment.put_layer(1, cache[1][0], cache[1][0])
-            await put_layers(segment, cache, first=1)
-            layers = await scene.receive(model=MLA)
-            check_layers(layers, cache, MLA)
-            assert all(layer.v is None for layer in layers)
-
-
-async def test_a_pair_of_tracks_is_of_no_use_with_mla() -> None:
-    """A publisher that offers one all the same is not taken, and the reception does not break."""
-    async with stage() as scene:
-        maker = scene.publisher(MLA, codecs=[], joint_codecs=["raw"])
-        maker.encodings = scene.publisher().encodings
-        maker.publish(TOKENS)
-        with pytest.raises(NothingFound, match=r"no usable codec: k\.raw\.s0, v\.raw\.s0"):
-            await scene.receive(model=MLA)
-
-
-async def test_v_has_another_head_dim() -> None:
-    model = descriptor(v_head_dim=5, dtype="float32")
-    cache = make_cache(model, len(TOKENS))
-    async with stage() as scene:
-        await put_layers(scene.publisher(model, joint_codecs=["raw"]).publish(TOKENS).segment, cache)
-        check_layers(await scene.receive(model=model), cache, model)
-
-
-# What put_layer takes
-
-
-@pytest.mark.parametrize("order", list(Order))
-async def test_orders_of_axes(order: Order) -> None:
-    async with stage() as scene:
-        segment = scene.publisher().publish(TOKENS).segment
-        for layer, (k, v) in enumerate(CACHE):
-            arranged = [np.ascontiguousarray(arrange(tensor, order)) for tensor in (k, v)]
-            await segment.put_layer(layer, *arranged, order=order)
-        check_layers(await scene.receive(), CACHE)
-
-
-async def test_tensors_are_not_copied() -> None:
-    """Those that are contiguous in the order of sections."""
-    segment = publisher().publish(TOKENS).segment
-    await segment.put_layer(0, *CACHE[0])
-    item = stored(segment.publication, "k.raw.s0")[0, 1]
-    view = np.frombuffer(item.payload[1], np.uint8)
-    assert np.shares_memory(view, CACHE[0][0])
-
-
-@pytest.mark.parametrize(
-    ("k", "v", "error", "message"),
-    [
-        (CACHE[0][0][:4], CACHE[0][1], InvalidValue, "takes arrays of 6 tokens, k has 4"),
-        (CACHE[0][0], CACHE[0][1][:5], InvalidValue, "takes arrays of 6 tokens, v has 5"),
-        (CACHE[0][0].astype(np.float32), CACHE[0][1], InvalidTensor, "float32"),
-        (CACHE[0][0].transpose(1, 0, 2), CACHE[0][1], InvalidTensor, r"expected \[tokens, 2, 2\]"),
-        (CACHE[0][0], None, InvalidValue, 'v may be None only with attention "mla"'),
-    ],
-)
-async def test_tensors_that_do_not_fit(k: Any, v: Any, error: type[Exception], message: str) -> None:
-    """Nothing is published of them, and the right ones can follow."""
-    segment = publisher().publish(TOKENS).segment
-    with pytest.raises(error, match=message):
-        await segment.put_layer(0, k, v)
-    assert segment.next_layer == 0
-    assert not stored(segment.publication, "k.raw.s0")
-    await put_layers(segment, CACHE)
-    assert segment.complete
-
-
-@pytest.mark.parametrize("number", [6, 7])
-async def test_tokens_that_fill_no_block_are_told(number: int) -> None:
-    """kvcs 14 #12: they are not sent; the arrays hold them all the same."""
-    tokens = list(range(100, 100 + number))
-    cache = make_cache(MODEL, number)
-    async with stage() as scene:
-        segment = scene.publisher().publish(tokens).segment
-        assert (segment.blocks, segment.tokens, segment.tail) == (3, number, number - 6)
-        await put_layers(segment, cache)
-        for layer in await scene.receive(tokens):
-            check_layer(layer, cache, blocks=(0, 3))
-
-
 def test_tokens_of_any_kind() -> None:
     maker = publisher()
     names = {
@@ -685,79 +484,3 @@ async def test_fetches_of_one_subscriber_are_limited() -> None:
             assert len([item async for item in fetch]) == LAYERS * BLOCKS + 1  # and the end of the stream
         for one in accepted:
             await one.close()
-
-
-# Several things at once
-
-
-async def test_layers_put_at_once_are_published_in_turn() -> None:
-    """Tasks that are made in order; also for two segments, side by side."""
-    async with stage() as scene:
-        publication = scene.publisher().publish(TOKENS)
-        first = publication.segment
-        second = publication.add_segment(TOKENS)
-        puts = [
-            segment.put_layer(layer, *CACHE[layer]) for layer in range(LAYERS) for segment in (first, second)
-        ]
-        await asyncio.gather(*puts)
-        layers = await scene.receive(TOKENS + TOKENS)
-        assert len(layers) == 2 * LAYERS
-        for layer in layers:
-            assert layer.k.tobytes() == CACHE[layer.layer][0].tobytes()
-
-
-async def test_one_layer_put_twice_at_once() -> None:
-    segment = publisher().publish(TOKENS).segment
-    results = await asyncio.gather(
-        *(segment.put_layer(0, *CACHE[0]) for _ in range(3)), return_exceptions=True
-    )
-    assert results[0] is None
-    assert all(isinstance(result, InvalidValue) for result in results[1:])
-    assert segment.next_layer == 1
-
-
-async def test_a_publication_closed_while_a_layer_is_put() -> None:
-    """What was under way is not published; the error says why."""
-    async with stage() as scene:
-        publication = scene.publisher().publish(TOKENS)
-        task = asyncio.create_task(publication.segment.put_layer(0, *CACHE[0]))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        publication.close()
-        with pytest.raises(InvalidValue, match="this publication was closed"):
-            await task
-        assert not stored(publication, "k.raw.s0")
-
-
-async def test_a_cancelled_put_publishes_nothing_and_can_be_repeated() -> None:
-    async with stage() as scene:
-        segment = scene.publisher().publish(TOKENS).segment
-        for turns in range(4):
-            task = asyncio.create_task(segment.put_layer(0, *CACHE[0]))
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            if not task.cancelled():
-                break
-            assert segment.next_layer == 0
-            assert not stored(segment.publication, "k.raw.s0")
-        await put_layers(segment, CACHE, first=segment.next_layer)
-        check_layers(await scene.receive(), CACHE)
-
-
-async def test_many_publications_of_many_prompts() -> None:
-    """They do not get in each other's way."""
-    async with stage() as scene:
-        maker = scene.publisher()
-        caches = {number: make_cache(MODEL, 4, seed=number) for number in range(10)}
-        for number, cache in caches.items():
-            await put_layers(maker.publish([number] * 4).segment, cache)
-
-        async def receive(number: int) -> list[Layer]:
-            return await scene.receive([number] * 4)
-
-        began = now()
-        for number, layers in enumerate(await asyncio.gather(*map(receive, caches))):
-            check_layers(layers, caches[number])
-        assert now() < began + 1
