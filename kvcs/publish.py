@@ -12,9 +12,10 @@ from pathlib import Path
 
 import moqt
 from kvcs import files
-from kvcs.console import EXIT_CODES, Console, ExitCode, add_common, options_of, run, tokens_of, until_told
+from kvcs.console import EXIT_CODES, Console, ExitCode, add_common, run, tokens_of
 from kvcs.identity import ScopeKey
 from kvcs.publisher import Publication, Publisher
+from moqt.console import host_and_port, options_of, until_told
 from moqt.errors import DoneCode, MoqtError, UsageError
 
 DESCRIPTION = """\
@@ -162,7 +163,7 @@ async def _listening(
 ) -> AsyncIterator[Callable[[], Awaitable[None]]]:
     if arguments.cert is None or arguments.key is None:
         raise UsageError("--listen needs --cert and --key: python certs/make.py makes a pair for development")
-    host, port = _host_and_port(arguments.listen)
+    host, port = host_and_port(arguments.listen)
     async with moqt.serve(
         host,
         port,
@@ -228,14 +229,6 @@ async def _connected(
     finally:
         keeper.cancel()
         await asyncio.gather(keeper, return_exceptions=True)
-
-
-def _host_and_port(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise UsageError(f'--listen takes HOST:PORT, such as localhost:4433 or [::]:4433, not "{text}"')
-    return host, int(port)
 
 
 def main() -> int:

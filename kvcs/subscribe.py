@@ -18,7 +18,6 @@ from kvcs.console import (
     ExitCode,
     add_common,
     describe_missing,
-    options_of,
     run,
     tokens_of,
 )
@@ -26,6 +25,7 @@ from kvcs.discovery import DISCOVERY_WAIT
 from kvcs.identity import Descriptor, ScopeKey, Tokens, token_array
 from kvcs.layout import Tensor
 from kvcs.subscriber import CacheIncomplete, NothingFound, Reception, Subscriber
+from moqt.console import options_of
 from moqt.errors import UsageError
 
 DESCRIPTION = """\

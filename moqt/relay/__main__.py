@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import ipaddress
-import json
 import logging
-import signal
 import sys
 from contextlib import AbstractAsyncContextManager
-from enum import IntEnum
 from pathlib import Path
 
 from moqt.client import connect
+from moqt.console import OK, Console, add_connection, host_and_port, options_of, run, until_told
 from moqt.errors import DoneCode, MoqtError, UsageError
-from moqt.quic.api import QuicOptions
 from moqt.relay.relay import CACHE_BYTES, Relay
 from moqt.relay.upstream import Upstream, keep_upstream
 from moqt.server import serve
 from moqt.session import Session
 from moqt.uri import MoqtUri
 
-__all__ = ["ExitCode", "main", "parser"]
+__all__ = ["main", "parser"]
 
 DESCRIPTION = """\
 Relay MOQT tracks: publishers and subscribers connect here, Objects are cached and passed on as they come.
@@ -44,14 +40,6 @@ exit codes:
 """
 
 
-class ExitCode(IntEnum):
-    """How the command ends."""
-
-    OK = 0
-    FAILED = 1
-    USAGE = 2
-
-
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = argparse.ArgumentParser(
@@ -69,12 +57,6 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         help="a relay to ask for what is not here; may be repeated: they are tried in order",
-    )
-    result.add_argument(
-        "--ca",
-        metavar="FILE",
-        type=Path,
-        help="CA certificates to trust upstreams by, PEM (default: the system's)",
     )
     result.add_argument(
         "--cache-bytes",
@@ -97,44 +79,18 @@ def parser() -> argparse.ArgumentParser:
         default=5.0,
         help="give sessions so long to take what is in flight when told to go (default: %(default)g)",
     )
-    result.add_argument("--json", action="store_true", help="print one JSON object a line, for machines")
-    result.add_argument("--qlog", metavar="DIR", type=Path, help="write qlog files of the connections to DIR")
-    result.add_argument(
-        "--datagram-size",
-        metavar="OCTETS",
-        type=int,
-        default=QuicOptions().max_datagram_size,
-        help="UDP payload; up to 8900 with jumbo frames, 16000 on loopback (default: %(default)s)",
-    )
-    result.add_argument("-v", "--verbose", action="count", default=0, help="log more (twice: everything)")
+    add_connection(result)
     return result
 
 
-class _Console:
-    """One line, or one JSON object, for each event."""
-
-    def __init__(self, *, as_json: bool) -> None:
-        self._as_json = as_json
-
-    def tell(self, event: str, text: str, **details: object) -> None:
-        print(json.dumps({"event": event, **details}) if self._as_json else text, flush=True)
-
-    def error(self, text: str) -> None:
-        print(text if self._as_json else f"relay: {text}", file=sys.stderr, flush=True)
-        if self._as_json:
-            print(json.dumps({"event": "error", "text": text}), flush=True)
-
-
-async def relay(arguments: argparse.Namespace, console: _Console) -> int:
+async def relay(arguments: argparse.Namespace, console: Console) -> int:
     """Run until told to go; the exit code."""
-    host, port = _host_and_port(arguments.listen)
+    host, port = _loopback_and_port(arguments.listen)
     if arguments.cache_bytes < 0 or arguments.linger < 0 or arguments.drain < 0:
         raise UsageError("--cache-bytes, --linger and --drain can't be negative")
     for uri in arguments.upstream:
         MoqtUri.parse(uri)
-    if arguments.qlog is not None:
-        arguments.qlog.mkdir(parents=True, exist_ok=True)
-    options = QuicOptions(qlog_dir=arguments.qlog, max_datagram_size=arguments.datagram_size)
+    options = options_of(arguments)
     made = Relay(cache_bytes=arguments.cache_bytes, linger=arguments.linger)
 
     def dial(uri: str) -> AbstractAsyncContextManager[Session]:
@@ -163,7 +119,7 @@ async def relay(arguments: argparse.Namespace, console: _Console) -> int:
             )
             if arguments.upstream:
                 made.spawn(keep_upstream(made, arguments.upstream, dial, tell), "upstream")
-            reason = await _told()
+            reason = await until_told()
             # moqt 16: nobody asks for more; what is in flight arrives, and then each one is told to go.
             for session in list(server.sessions):
                 try:
@@ -174,36 +130,14 @@ async def relay(arguments: argparse.Namespace, console: _Console) -> int:
             console.tell("end", f"{reason}: left", reason=reason)
     finally:
         await made.close()
-    return ExitCode.OK
+    return OK
 
 
-async def _told() -> str:
-    """Wait for SIGINT or SIGTERM."""
-    loop = asyncio.get_running_loop()
-    told: asyncio.Future[str] = loop.create_future()
-
-    def tell(name: str) -> None:
-        if not told.done():
-            told.set_result(name)
-
-    signals = (signal.SIGINT, signal.SIGTERM)
-    for number in signals:
-        loop.add_signal_handler(number, tell, number.name)
-    try:
-        return await told
-    finally:
-        for number in signals:
-            loop.remove_signal_handler(number)
-
-
-def _host_and_port(text: str) -> tuple[str, int]:
+def _loopback_and_port(text: str) -> tuple[str, int]:
     """Raises UsageError, also for what is no loopback address: without a policy the relay serves anyone
     (security 5).
     """
-    host, _, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise UsageError(f'--listen takes HOST:PORT, such as localhost:4433 or [::1]:4433, not "{text}"')
+    host, port = host_and_port(text)
     try:
         loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -213,25 +147,14 @@ def _host_and_port(text: str) -> tuple[str, int]:
             f"this relay serves everybody who can connect, so it does not listen on {host}: "
             "take localhost, 127.0.0.1 or [::1]"
         )
-    return host, int(port)
+    return host, port
 
 
 def main() -> int:
     """The command."""
     arguments = parser().parse_args()
-    console = _Console(as_json=arguments.json)
-    level = (logging.WARNING, logging.INFO, logging.DEBUG)[min(arguments.verbose, 2)]
-    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    # aioquic warns of TLS failures, which come as exceptions with a better text.
-    logging.getLogger("quic").setLevel(level if arguments.verbose else logging.ERROR)
-    try:
-        return asyncio.run(relay(arguments, console))
-    except KeyboardInterrupt:
-        console.error("interrupted")
-        return ExitCode.FAILED
-    except (MoqtError, OSError) as error:
-        console.error(str(error))
-        return ExitCode.USAGE if isinstance(error, UsageError) else ExitCode.FAILED
+    console = Console(as_json=arguments.json)
+    return run(lambda: relay(arguments, console), console, arguments.verbose)
 
 
 if __name__ == "__main__":

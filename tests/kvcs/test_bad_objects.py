@@ -133,7 +133,7 @@ async def test_each_check(check: Check, how: Forge, live: bool, caplog: pytest.L
         publication = scene.publisher().publish(TOKENS)
         forge(publication, how)
         if live and check is Check.LISTED_DIGEST:
-            publication.layer_done = list_all(publication)  # type: ignore[method-assign]
+            publication.layer_done = list_all(publication)  # type: ignore[method-assign]  # the test takes its place
         if not live:
             await put_layers(publication.segment, CACHE)
         async with await scene.subscriber(patience=60.0).receive(TOKENS) as reception:

@@ -142,7 +142,7 @@ async def test_a_layer_waits_for_all_its_tracks(slow: str) -> None:
                 await held.wait()
             return await fetch(track, **options)
 
-        scene.here.fetch = hold  # type: ignore[method-assign]
+        scene.here.fetch = hold  # type: ignore[method-assign]  # the test takes its place
         async with await scene.subscriber().receive(TOKENS) as reception:
             waiter = asyncio.create_task(anext(reception))
             await asyncio.sleep(3)

@@ -380,7 +380,7 @@ async def test_end_of_track_that_a_relay_turned_into_end_of_group(lost: bool) ->
         if lost:
             lose(publication, "k.raw.s0", 0, 0)
         for track in publication.segment.tracks.values():
-            track.end = lambda location, track=track: track.end_group(location.group, location.object)  # type: ignore[method-assign, misc]
+            track.end = lambda location, track=track: track.end_group(location.group, location.object)  # type: ignore[method-assign, misc]  # the test takes its place
         task = asyncio.create_task(incomplete(scene) if lost else scene.receive())
         await asyncio.sleep(1)
         await put_layers(publication.segment, CACHE)

@@ -325,7 +325,7 @@ async def test_partial_may_be_asked_for_after_the_error() -> None:
         publication = scene.publisher().publish(TOKENS)
         track = next(iter(publication.segment.tracks.values()))
         append = track.append
-        track.append = lambda group, *args, **options: (  # type: ignore[method-assign]
+        track.append = lambda group, *args, **options: (  # type: ignore[method-assign]  # the test takes its place
             group != 1 and append(group, *args, **options)
         )
         await put_layers(publication.segment, CACHE)

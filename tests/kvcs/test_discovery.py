@@ -42,7 +42,7 @@ SCOPE_ID = SCOPE_KEY.scope_id
 
 
 async def find(scene: Stage, tokens: list[int] = TOKENS, **options: float) -> list[Found]:
-    return await discover(scene.here, MODEL, SCOPE_KEY, tokens, **options)  # type: ignore[arg-type]
+    return await discover(scene.here, MODEL, SCOPE_KEY, tokens, **options)  # type: ignore[arg-type]  # options of any kind
 
 
 def prefixes(tap: Wiretap) -> list[tuple[bytes, ...]]:

@@ -414,7 +414,7 @@ def test_tokens_of_any_kind() -> None:
     assert len(names) == 1
     for tokens in ([], [1], [-1, 2], [2**32, 1], [[1, 2]], [1.5, 2.5], ["a", "b"]):
         with pytest.raises((InvalidTokens, InvalidValue)):
-            maker.publish(tokens)  # type: ignore[arg-type]
+            maker.publish(tokens)  # type: ignore[arg-type]  # options of any kind
     publication = maker.publish(TOKENS)
     with pytest.raises(InvalidValue, match="fill no further block of 2: append more at once"):
         publication.add_segment([7])

@@ -60,7 +60,7 @@ ALL = LocationFilter.absolute_start(0, 0)
 
 async def fetched(ends: Ends, location_filter: LocationFilter, **options: object) -> tuple[list[At], FetchOk]:
     """What a fetch brings, and its FETCH_OK."""
-    async with await ends.subscriber.fetch(NAME, filter=location_filter, **options) as fetch:  # type: ignore[arg-type]
+    async with await ends.subscriber.fetch(NAME, filter=location_filter, **options) as fetch:  # type: ignore[arg-type]  # options of any kind
         items = await collect(fetch)
         assert ends_of(items) == [StreamEnd(None, True, None)]
         assert fetch.end is not None

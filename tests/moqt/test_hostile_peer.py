@@ -632,7 +632,7 @@ def _request_ids() -> Iterator[Row]:
             "15 S13",
             f"message {kind:#x} with an ID of our side",
             as_request,
-            lambda ids, kind=kind: frame(kind, vi(ids.session), full_name(OFFERED), vi(0)),  # type: ignore[misc]
+            lambda ids, kind=kind: frame(kind, vi(ids.session), full_name(OFFERED), vi(0)),  # type: ignore[misc]  # kind is bound early
             invalid,
         )
     for kind in (PUBLISH_NAMESPACE, SUBSCRIBE_NAMESPACE, SUBSCRIBE_TRACKS):
@@ -640,7 +640,7 @@ def _request_ids() -> Iterator[Row]:
             "15",
             f"message {kind:#x} with an ID of our side",
             as_request,
-            lambda ids, kind=kind: frame(kind, vi(ids.session), namespace(b"x"), vi(0)),  # type: ignore[misc]
+            lambda ids, kind=kind: frame(kind, vi(ids.session), namespace(b"x"), vi(0)),  # type: ignore[misc]  # kind is bound early
             invalid,
         )
     yield Row(

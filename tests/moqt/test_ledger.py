@@ -27,7 +27,7 @@ def header(
 def record(
     ledger: Ledger, group: int, number: int, payload: bytes = b"x", *, priority: int = 128, **rest: int
 ) -> bool:
-    return ledger.record(header(group, number, **rest), payload, priority=priority)  # type: ignore[arg-type]
+    return ledger.record(header(group, number, **rest), payload, priority=priority)  # type: ignore[arg-type]  # options of any kind
 
 
 def end_group(ledger: Ledger, group: int, number: int) -> bool:

@@ -146,7 +146,7 @@ async def test_finish() -> None:
     async with serving(tracks) as server, client_of(server) as good, client_of(server) as stuck:
         subscription = await good.subscribe(NAME)
         await stuck.subscribe(NAME)
-        stuck.connection._link.stall()  # type: ignore[attr-defined]
+        stuck.connection._link.stall()  # type: ignore[attr-defined]  # the memory link behind it
         publish_groups(next(iter(tracks)), range(3), 2)
         finishing = asyncio.ensure_future(server.finish(DoneCode.GOING_AWAY, deadline=5))
         async with asyncio.timeout(1):
@@ -155,4 +155,4 @@ async def test_finish() -> None:
         await finishing
         with pytest.raises(RequestRejected):
             await subscription.update(priority=1)
-        stuck.connection._link.resume()  # type: ignore[attr-defined]
+        stuck.connection._link.resume()  # type: ignore[attr-defined]  # the memory link behind it

@@ -226,7 +226,7 @@ async def test_a_cut_stream_is_no_end(done: bool) -> None:
         if done:
             await talk.say(PublishDone(DoneCode.TRACK_ENDED, 2), fin=True)
         await asyncio.sleep(0.1)
-        session.connection._link.cut("gone")  # type: ignore[attr-defined]
+        session.connection._link.cut("gone")  # type: ignore[attr-defined]  # the memory link behind it
         received: list[Item] = []
         with pytest.raises(ConnectionLost):
             await gather_into(received, subscription)
@@ -242,7 +242,7 @@ async def test_a_cut_fetch_is_no_end() -> None:
         await peer.send(encoder.header() + encoder.object(Location(0, 0), 1) + b"a")
         fetch = await asking
         await asyncio.sleep(0.1)
-        session.connection._link.cut("gone")  # type: ignore[attr-defined]
+        session.connection._link.cut("gone")  # type: ignore[attr-defined]  # the memory link behind it
         received: list[Item] = []
         with pytest.raises(ConnectionLost):
             await gather_into(received, fetch)
@@ -393,7 +393,7 @@ async def test_a_request_of_the_peer_ends_with_the_connection(message: Message) 
         await peer.ask(message)
         await asyncio.sleep(0.1)
         assert session._serving == 1
-        session.connection._link.cut("gone")  # type: ignore[attr-defined]
+        session.connection._link.cut("gone")  # type: ignore[attr-defined]  # the memory link behind it
         await asyncio.sleep(0.1)
         assert set(tables_of(session).values()) == {0}
         assert not session.peer_namespaces

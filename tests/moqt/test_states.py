@@ -113,7 +113,7 @@ SUBSCRIBE_TRACKS     requester  established  GOAWAY REQUEST_UPDATE
 SUBSCRIBE_TRACKS     requester  rejected     GOAWAY REQUEST_UPDATE
 SUBSCRIBE_TRACKS     responder  pending      GOAWAY REQUEST_OK>established REQUEST_ERROR>rejected
 SUBSCRIBE_TRACKS     responder  established  GOAWAY REQUEST_OK REQUEST_ERROR PUBLISH_SKIPPED
-"""  # noqa: E501
+"""  # noqa: E501 a table
 
 # How a request gets into a state: who says what after the request itself.
 ROADS: dict[tuple[str, RequestState], list[tuple[Sender, str]]] = {

@@ -85,7 +85,7 @@ def test_two_payloads_at_one_location_are_impossible() -> None:
         fields = {"payload": b"abc", "subgroup": 1, **other}
         payload = fields.pop("payload")
         with pytest.raises(LocationTaken):
-            track.append(0, 0, payload, **fields)  # type: ignore[arg-type]
+            track.append(0, 0, payload, **fields)  # type: ignore[arg-type]  # options of any kind
     track.end_group(0, 1)
     assert not track.append(0, 0, b"abc", subgroup=1)
     assert len(watcher.told) == 2
@@ -124,7 +124,7 @@ def test_what_can_not_be_published(group: int, number: int, options: dict[str, o
     watcher = Watcher()
     track.watch(watcher)
     with pytest.raises(UsageError):
-        track.append(group, number, b"", **options)  # type: ignore[arg-type]
+        track.append(group, number, b"", **options)  # type: ignore[arg-type]  # options of any kind
     assert not watcher.told
     assert track.largest == Location(1, 0)
     assert [item.location for item in track.objects(Location(0, 0), Location(TOP, TOP))] == [

@@ -188,7 +188,7 @@ async def test_the_first_bytes_pass_before_the_last_have_come(relays: int) -> No
         await until(lambda: last.sent >= 100_000 + passed)
         assert publisher.sent - start < size / 2
         async with asyncio.timeout(100):
-            assert (await anext(subscription)).payload == noise(Location(0, 0), size)  # type: ignore[union-attr]
+            assert (await anext(subscription)).payload == noise(Location(0, 0), size)  # type: ignore[union-attr]  # an Object
         await subscription.close()
 
         start, passed = publisher.sent, last.sent

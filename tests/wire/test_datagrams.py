@@ -76,7 +76,7 @@ def test_a_normal_status_is_an_empty_object() -> None:
     "extra", [{"payload": b"x"}, {"end_of_group": True}, {"properties": ((2, 1),)}], ids=str
 )
 def test_a_status_carries_nothing_else(extra: dict[str, object]) -> None:
-    datagram = ObjectDatagram(1, Location(0, 0), status=ObjectStatus.END_OF_TRACK, **extra)  # type: ignore[arg-type]
+    datagram = ObjectDatagram(1, Location(0, 0), status=ObjectStatus.END_OF_TRACK, **extra)  # type: ignore[arg-type]  # options of any kind
     with pytest.raises(UsageError):
         encode_datagram(datagram)
 

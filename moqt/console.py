@@ -1,0 +1,151 @@
+"""What commands have in common: options of connections, events as lines or JSON objects, and how they end."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, Final
+
+from moqt.errors import MoqtError, UsageError
+from moqt.quic.api import QuicOptions
+
+__all__ = [
+    "FAILED",
+    "OK",
+    "USAGE",
+    "Console",
+    "add_connection",
+    "host_and_port",
+    "options_of",
+    "run",
+    "until_told",
+]
+
+OK: Final = 0
+FAILED: Final = 1
+USAGE: Final = 2
+
+
+def add_connection(parser: argparse.ArgumentParser) -> None:
+    """The options of every command that talks to a peer."""
+    parser.add_argument(
+        "--ca", metavar="FILE", type=Path, help="CA certificates to trust, PEM (default: the system's)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line, for machines")
+    parser.add_argument("--qlog", metavar="DIR", type=Path, help="write qlog files of the connections to DIR")
+    parser.add_argument(
+        "--datagram-size",
+        metavar="OCTETS",
+        type=int,
+        default=QuicOptions().max_datagram_size,
+        help="UDP payload; up to 8900 with jumbo frames, 16000 on loopback (default: %(default)s)",
+    )
+    parser.add_argument("-v", "--verbose", action="count", default=0, help="log more (twice: everything)")
+
+
+def options_of(arguments: argparse.Namespace) -> QuicOptions:
+    """The QUIC options that the command line asks for. Raises UsageError."""
+    if arguments.qlog is not None:
+        try:
+            arguments.qlog.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--qlog {arguments.qlog}: {error.strerror}") from error
+    return QuicOptions(qlog_dir=arguments.qlog, max_datagram_size=arguments.datagram_size)
+
+
+def host_and_port(text: str) -> tuple[str, int]:
+    """The value of `--listen`; an IPv6 address comes without its brackets. Raises UsageError."""
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise UsageError(f'--listen takes HOST:PORT, such as localhost:4433 or [::1]:4433, not "{text}"')
+    return host, int(port)
+
+
+class Console:
+    """Tells what happens: lines for people, or JSON objects for machines."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self.as_json = as_json
+
+    def tell(self, event: str, text: str, **details: object) -> None:
+        """One event: `text` for people, `event` and `details` for machines."""
+        if self.as_json:
+            print(json.dumps({"event": event, **details}), flush=True)
+        else:
+            self.line(text)
+
+    def line(self, text: str) -> None:
+        """Print a line for people."""
+        print(text, flush=True)
+
+    def error(self, text: str, **details: object) -> None:
+        """What went wrong, in a sentence, on standard error."""
+        self.close()
+        print(text if self.as_json else f"{_command()}: {text}", file=sys.stderr, flush=True)
+        if self.as_json:
+            print(json.dumps({"event": "error", "text": text, **details}), flush=True)
+
+    def close(self) -> None:
+        """Leave nothing on the terminal that changes."""
+
+
+def _command() -> str:
+    path = Path(sys.argv[0])
+    return path.parent.name if path.stem == "__main__" else path.stem
+
+
+def run(
+    main: Callable[[], Coroutine[Any, Any, int]],
+    console: Console,
+    verbose: int,
+    *,
+    failures: tuple[type[Exception], ...] = (),
+    usage: tuple[type[Exception], ...] = (),
+) -> int:
+    """Run a command to its exit code. What moqt and the system raise, and `failures`, becomes a sentence and
+    FAILED; UsageError and `usage` become USAGE.
+    """
+    level = (logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)]
+    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    # aioquic warns of TLS failures, which come as exceptions with a better text.
+    logging.getLogger("quic").setLevel(level if verbose else logging.ERROR)
+    expected: tuple[type[Exception], ...] = (MoqtError, OSError, *failures)
+    try:
+        return asyncio.run(main())
+    except KeyboardInterrupt:
+        console.error("interrupted")
+        return FAILED
+    except expected as error:
+        console.error(str(error))
+        return USAGE if isinstance(error, (UsageError, *usage)) else FAILED
+    finally:
+        console.close()
+
+
+async def until_told(seconds: float | None = None) -> str:
+    """Wait for SIGINT or SIGTERM, or for `seconds` to pass; returns which."""
+    loop = asyncio.get_running_loop()
+    told: asyncio.Future[str] = loop.create_future()
+
+    def tell(name: str) -> None:
+        if not told.done():
+            told.set_result(name)
+
+    signals = (signal.SIGINT, signal.SIGTERM)
+    for number in signals:
+        loop.add_signal_handler(number, tell, number.name)
+    try:
+        async with asyncio.timeout(seconds):
+            return await told
+    except TimeoutError:
+        return f"{seconds:g} s are over"
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
