@@ -9,16 +9,19 @@ import logging
 import signal
 import sys
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from moqt.errors import MoqtError, UsageError
+from moqt.options import add_flags, option
 from moqt.quic.api import QuicOptions
 
 __all__ = [
     "FAILED",
     "OK",
     "USAGE",
+    "Connecting",
     "Console",
     "add_connection",
     "host_and_port",
@@ -32,24 +35,32 @@ FAILED: Final = 1
 USAGE: Final = 2
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connecting:
+    """The options of every command that talks to a peer."""
+
+    ca: Path | None = option(
+        None,
+        "FILE",
+        "CA certificates to trust, PEM (default: the public ones)",
+        section="connections and output",
+    )
+    json: bool = option(False, "", "print one JSON object a line, for machines")
+    qlog: Path | None = option(None, "DIR", "write qlog files of the connections to DIR")
+    datagram_size: int = option(
+        QuicOptions().max_datagram_size,
+        "OCTETS",
+        "UDP payload; up to 8900 with jumbo frames, 16000 on loopback",
+    )
+    verbose: int = option(0, "N", "log more (twice: everything)", least=0, flag="v")
+
+
 def add_connection(parser: argparse.ArgumentParser) -> None:
     """The options of every command that talks to a peer."""
-    parser.add_argument(
-        "--ca", metavar="FILE", type=Path, help="CA certificates to trust, PEM (default: the system's)"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object a line, for machines")
-    parser.add_argument("--qlog", metavar="DIR", type=Path, help="write qlog files of the connections to DIR")
-    parser.add_argument(
-        "--datagram-size",
-        metavar="OCTETS",
-        type=int,
-        default=QuicOptions().max_datagram_size,
-        help="UDP payload; up to 8900 with jumbo frames, 16000 on loopback (default: %(default)s)",
-    )
-    parser.add_argument("-v", "--verbose", action="count", default=0, help="log more (twice: everything)")
+    add_flags(parser, Connecting)
 
 
-def options_of(arguments: argparse.Namespace) -> QuicOptions:
+def options_of(arguments: argparse.Namespace | Connecting) -> QuicOptions:
     """The QUIC options that the command line asks for. Raises UsageError."""
     if arguments.qlog is not None:
         try:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import logging
+import os
 import sys
 from contextlib import AbstractAsyncContextManager
-from pathlib import Path
 
 from moqt.client import connect
-from moqt.console import OK, Console, add_connection, host_and_port, options_of, run, until_told
+from moqt.console import OK, USAGE, Console, host_and_port, options_of, run, until_told
 from moqt.errors import DoneCode, MoqtError, UsageError
-from moqt.relay.relay import CACHE_BYTES, Relay
+from moqt.options import add_flags, load
+from moqt.relay.config import PREFIX, Settings
+from moqt.relay.relay import Relay
 from moqt.relay.upstream import Upstream, keep_upstream
 from moqt.server import serve
 from moqt.session import Session
@@ -30,6 +32,13 @@ relay, which is asked for what no publisher has announced here.
   python -m moqt.relay --listen localhost:4433 --cert certs/cert.pem --key certs/key.pem
   python -m moqt.relay --listen localhost:4434 --cert certs/cert.pem --key certs/key.pem \\
       --upstream moqt://localhost:4433 --ca certs/ca.pem
+
+Each option can be said in three places; the first that says it counts:
+  a flag                        --cache-bytes 1000000
+  the environment               MOQT_RELAY_CACHE_BYTES=1000000
+  the TOML file of --config     cache-bytes = 1000000
+In the latter two a switch is true or false; what may be repeated has blanks between in the environment and is
+an array in the file. A name that is no option is an error.
 """
 
 EPILOG = """\
@@ -44,57 +53,25 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = argparse.ArgumentParser(
         prog="python -m moqt.relay",
+        usage="%(prog)s --listen HOST:PORT --cert FILE --key FILE [option ...]",
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    result.add_argument("--listen", metavar="HOST:PORT", required=True, help="wait for sessions here")
-    result.add_argument("--cert", metavar="FILE", type=Path, required=True, help="the certificate chain, PEM")
-    result.add_argument("--key", metavar="FILE", type=Path, required=True, help="its private key, PEM")
-    result.add_argument(
-        "--upstream",
-        metavar="URI",
-        action="append",
-        default=[],
-        help="a relay to ask for what is not here; may be repeated: they are tried in order",
-    )
-    result.add_argument(
-        "--cache-bytes",
-        metavar="N",
-        type=int,
-        default=CACHE_BYTES,
-        help="most bytes of Objects to keep (default: %(default)s)",
-    )
-    result.add_argument(
-        "--linger",
-        metavar="SECONDS",
-        type=float,
-        default=10.0,
-        help="keep an upstream subscription so long when its last subscriber has left (default: %(default)g)",
-    )
-    result.add_argument(
-        "--drain",
-        metavar="SECONDS",
-        type=float,
-        default=5.0,
-        help="give sessions so long to take what is in flight when told to go (default: %(default)g)",
-    )
-    add_connection(result)
+    add_flags(result, Settings, layered=True)
     return result
 
 
-async def relay(arguments: argparse.Namespace, console: Console) -> int:
+async def relay(settings: Settings, console: Console) -> int:
     """Run until told to go; the exit code."""
-    host, port = _loopback_and_port(arguments.listen)
-    if arguments.cache_bytes < 0 or arguments.linger < 0 or arguments.drain < 0:
-        raise UsageError("--cache-bytes, --linger and --drain can't be negative")
-    for uri in arguments.upstream:
+    host, port = _loopback_and_port(settings.listen)
+    for uri in settings.upstream:
         MoqtUri.parse(uri)
-    options = options_of(arguments)
-    made = Relay(cache_bytes=arguments.cache_bytes, linger=arguments.linger)
+    options = options_of(settings)
+    made = Relay(cache_bytes=settings.cache_bytes, linger=settings.linger)
 
     def dial(uri: str) -> AbstractAsyncContextManager[Session]:
-        return connect(uri, ca=arguments.ca, tracks=made.upward, announce=True, options=options)
+        return connect(uri, ca=settings.ca, tracks=made.upward, announce=True, options=options)
 
     def tell(what: Upstream) -> None:
         event, text = (
@@ -109,7 +86,7 @@ async def relay(arguments: argparse.Namespace, console: Console) -> int:
 
     try:
         async with serve(
-            host, port, certificate=arguments.cert, key=arguments.key, tracks=made.tracks, options=options
+            host, port, certificate=settings.cert, key=settings.key, tracks=made.tracks, options=options
         ) as server:
             console.tell(
                 "listening",
@@ -117,16 +94,16 @@ async def relay(arguments: argparse.Namespace, console: Console) -> int:
                 addresses=server.addresses,
                 port=server.port,
             )
-            if arguments.upstream:
-                made.spawn(keep_upstream(made, arguments.upstream, dial, tell), "upstream")
+            if settings.upstream:
+                made.spawn(keep_upstream(made, settings.upstream, dial, tell), "upstream")
             reason = await until_told()
             # moqt 16: nobody asks for more; what is in flight arrives, and then each one is told to go.
             for session in list(server.sessions):
                 try:
-                    await session.goaway(timeout=arguments.drain)
+                    await session.goaway(timeout=settings.drain)
                 except MoqtError as error:
                     logging.getLogger(__name__).info("%s: %s", session.connection.id, error)
-            await server.finish(DoneCode.GOING_AWAY, deadline=arguments.drain)
+            await server.finish(DoneCode.GOING_AWAY, deadline=settings.drain)
             console.tell("end", f"{reason}: left", reason=reason)
     finally:
         await made.close()
@@ -152,9 +129,14 @@ def _loopback_and_port(text: str) -> tuple[str, int]:
 
 def main() -> int:
     """The command."""
-    arguments = parser().parse_args()
-    console = Console(as_json=arguments.json)
-    return run(lambda: relay(arguments, console), console, arguments.verbose)
+    flags = vars(parser().parse_args())
+    try:
+        settings = load(Settings, flags, os.environ, PREFIX)
+    except UsageError as error:
+        Console(as_json=flags.get("json", False)).error(str(error))
+        return USAGE
+    console = Console(as_json=settings.json)
+    return run(lambda: relay(settings, console), console, settings.verbose)
 
 
 if __name__ == "__main__":

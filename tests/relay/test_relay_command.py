@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import signal
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tests.kvcs.test_commands import BLOCK_TOKENS, BLOCKS, LAYERS, Place, place, run, running, same
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["place"]  # The fixture.
 
@@ -52,8 +49,9 @@ async def test_two_relays_between_publisher_and_subscribers(place: Place) -> Non
         (["--listen", "0.0.0.0:0"], "does not listen on 0.0.0.0"),
         (["--listen", "localhost"], "HOST:PORT"),
         (["--upstream", "http://x"], "moqt://"),
-        (["--cache-bytes", "-1"], "can't be negative"),
+        (["--cache-bytes", "-1"], "--cache-bytes: expected a whole number of at least 0, not -1"),
         (["--cert", "/no/such/file"], "/no/such/file"),
+        (["--config", "/no/such/file"], "--config /no/such/file: No such file"),
     ],
 )
 async def test_bad_usage(place: Place, arguments: list[str], says: str) -> None:
@@ -69,3 +67,20 @@ async def test_the_address_is_in_use(place: Place) -> None:
         code, _, errors = await run([*relay(place), "--listen", f"localhost:{port}"])
         assert code == 1
         assert str(port) in errors or "in use" in errors
+
+
+async def test_a_configuration_file(place: Place, tmp_path: Path) -> None:
+    """It alone is enough; a flag goes before it."""
+    file = tmp_path / "relay.toml"
+    file.write_text(
+        f"""
+        listen = "localhost"
+        cert = "{place.certificates.chain}"
+        key = "{place.certificates.key}"
+        json = true
+        """
+    )
+    async with running(["moqt.relay", "--config", str(file), "--listen", "localhost:0"]) as command:
+        await command.until("listening")
+        command.process.send_signal(signal.SIGTERM)
+        assert (await command.end())[0] == 0
