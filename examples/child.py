@@ -31,29 +31,43 @@ class ChildFailed(Exception):
 
 
 class Child:
-    """One process. `on_event` is called with each event before `until` looks at it."""
+    """One process. `on_event` is called with each event before `until` looks at it, `on_line` with each line
+    of standard error.
+    """
 
     def __init__(
-        self, name: str, process: asyncio.subprocess.Process, on_event: Callable[[str, Event], None]
+        self,
+        name: str,
+        process: asyncio.subprocess.Process,
+        on_event: Callable[[str, Event], None],
+        on_line: Callable[[str, str], None],
     ) -> None:
         self.name = name
         self.pid = process.pid
         self._process = process
         self._on_event = on_event
+        self._on_line = on_line
         self._last_words: deque[str] = deque(maxlen=LAST_WORDS)
         self._listener = asyncio.create_task(self._listen())
 
     @classmethod
     async def start(
-        cls, name: str, arguments: Sequence[str], *, threads: int, on_event: Callable[[str, Event], None]
+        cls,
+        name: str,
+        module: str,
+        arguments: Sequence[str],
+        *,
+        threads: int = 1,
+        on_event: Callable[[str, Event], None] = lambda _name, _event: None,
+        on_line: Callable[[str, str], None] = lambda _name, _line: None,
     ) -> Child:
-        """Run the module examples.`name` in a Python of its own, whose arithmetic uses `threads` threads."""
+        """Run examples.`module` in a Python of its own, whose arithmetic uses `threads` threads."""
         # With more than its share of the processors it would take time from the other one and the network.
         variables = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         process = await asyncio.create_subprocess_exec(
             sys.executable,
-            *("-P", "-m", f"examples.{name}", *arguments),
+            *("-P", "-m", f"examples.{module}", *arguments),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -61,7 +75,7 @@ class Child:
             limit=LONGEST_LINE,
             start_new_session=True,  # so that Ctrl-C reaches the demo alone, and the demo ends its processes
         )
-        return cls(name, process, on_event)
+        return cls(name, process, on_event, on_line)
 
     def order(self, **order: object) -> None:
         """Tell the process what to do. That it has ended is for `until` to find out."""
@@ -118,6 +132,7 @@ class Child:
         assert self._process.stderr is not None
         async for line in self._process.stderr:
             self._last_words.append(_text(line))
+            self._on_line(self.name, _text(line))
 
 
 def _event(line: bytes) -> Event | None:

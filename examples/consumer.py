@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from pathlib import Path
 
 import moqt
 from examples.model import Continuation
@@ -62,7 +61,6 @@ async def consume(role: Role) -> None:
 def main() -> int:
     """The process."""
     parser = command_line(__doc__ or "")
-    parser.add_argument("--ca", type=Path, required=True)
     parser.add_argument("--patience", type=float, required=True)
     return play(parser.parse_args(), consume)
 

@@ -3,7 +3,8 @@
 A producer process runs a long prompt through SmolLM2-135M and publishes the key-value cache of each layer as
 soon as it is computed. A consumer process, which has the same prompt and the scope key, finds the cache,
 receives and verifies it layer by layer, and goes on writing from it. It must write, token for token, what the
-producer alone writes: the exit code is 0 only if it does. Nothing else has to run.
+producer alone writes: the exit code is 0 only if it does. With --relays the cache travels through that many
+relays, each a process of its own. Nothing else has to run.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ class Demo:
     def __init__(self, arguments: argparse.Namespace, screen: Screen) -> None:
         self.arguments = arguments
         self.screen = screen
-        self.report = Report()
+        self.report = Report(relays=arguments.relays)
         self._span = 0.0
+        self._relays: list[asyncio.Task[Event]] = []
 
     async def run(self) -> bool:
         """All of it; whether both processes wrote the same. Raises Failed."""
@@ -62,52 +64,90 @@ class Demo:
         self.screen.say()
         with tempfile.TemporaryDirectory(prefix="kvcs-demo-") as directory:
             async with AsyncExitStack() as stack:
+                files, scope_key = self._secrets(Path(directory))
+                ends = await self._start_relays(stack, files)
                 producer, consumer = [
                     await stack.enter_async_context(await self._start(name, options))
-                    for name, options in self._options(Path(directory)).items()
+                    for name, options in self._options(files, scope_key, ends).items()
                 ]
                 pids = f"producer {producer.pid} and consumer {consumer.pid}"
                 self._fact("processes", f"{pids} load {self.arguments.model}, some seconds ...")
-                await self._load(producer, consumer)
-                await self._stream(producer, consumer)
-                await self._write(producer, consumer)
+                try:
+                    await self._load(producer, consumer, ends[1:])
+                    await self._stream(producer, consumer)
+                    await self._write(producer, consumer)
+                except Failed as error:
+                    lost = [str(relay.exception()) for relay in self._relays if relay.done()]
+                    raise Failed("\n".join([str(error), *lost])) from None
         return self.compare()
 
-    def _options(self, directory: Path) -> dict[str, list[str]]:
-        """Make certificates and key; the command line of each process, which is all that it knows of them."""
+    def _secrets(self, directory: Path) -> tuple[Any, Path]:
+        """Make certificates and the scope key."""
         files = runpy.run_path(str(ROOT / "certs" / "make.py"))["make"](directory)
         scope_key = directory / "scope.key"
         scope_key.touch(0o600)
         scope_key.write_text(secrets.token_hex(32))
         self._fact("secrets", f"a throw-away CA, server certificate and scope key in {directory}")
+        return files, scope_key
+
+    async def _start_relays(self, stack: AsyncExitStack, files: Any) -> list[str]:
+        """Start a chain of relays; the URIs of the first, for the producer, and of the last, for the
+        consumer; nothing if there are none. Raises Failed.
+        """
+        uris: list[str] = []
+        told = []
+        for number in range(1, self.arguments.relays + 1):
+            arguments = [
+                *("--listen", "127.0.0.1:0", "--cert", str(files.certificate), "--key", str(files.key)),
+                *("--ca", str(files.ca), "--json"),
+                *(("--upstream", uris[-1]) if uris else ()),
+            ]
+            name = f"relay {number}"
+            relay = await stack.enter_async_context(await Child.start(name, "relay", arguments))
+            (listening,) = await _all(LOADING, f"the start of {name}", relay.until("listening"))
+            if uris:
+                await _all(LOADING, f"the start of {name}", relay.until("connected"))
+            uris.append(f"moqt://127.0.0.1:{listening['port']}")
+            watch = asyncio.create_task(relay.until("end"))
+            stack.callback(watch.cancel)
+            self._relays.append(watch)
+            told.append(f"{relay.pid}")
+        if told:
+            self._fact("relays", f"{', '.join(told)}: a chain from the producer to the consumer")
+        return [uris[0], uris[-1]] if uris else []
+
+    def _options(self, files: Any, scope_key: Path, ends: Sequence[str]) -> dict[str, list[str]]:
+        """The command line of each process, which is all that it knows of the others."""
         arguments = self.arguments
         interval: float = arguments.layer_interval
         common = [
             *("--model", arguments.model, "--prompt", str(arguments.prompt)),
-            *("--tokens", str(arguments.tokens), "--scope-key", str(scope_key)),
+            *("--tokens", str(arguments.tokens), "--scope-key", str(scope_key), "--ca", str(files.ca)),
         ]
-        producer = [
-            *("--cert", str(files.certificate), "--key", str(files.key)),
-            *("--layer-interval", str(interval)),
-        ]
-        consumer = ["--ca", str(files.ca), "--patience", str(PATIENCE + interval)]
+        where = (
+            ["--connect", ends[0]] if ends else ["--cert", str(files.certificate), "--key", str(files.key)]
+        )
+        producer = [*where, "--layer-interval", str(interval)]
+        consumer = ["--patience", str(PATIENCE + interval)]
         return {"producer": common + producer, "consumer": common + consumer}
 
     async def _start(self, name: str, options: Sequence[str]) -> Child:
-        return await Child.start(name, options, threads=max(_processors() // 2, 1), on_event=self._on_event)
+        return await Child.start(
+            name, name, options, threads=max(_processors() // 2, 1), on_event=self._on_event
+        )
 
     def _on_event(self, name: str, event: Event) -> None:
         self.report.note(name, event)
         if event["event"] == "step" and event["step"] == "verified" and not self._timeline_moves:
             self.screen.add(f" {event['layer']}")
 
-    async def _load(self, producer: Child, consumer: Child) -> None:
-        """Have both ready, then let both begin at once."""
-        listening, loaded = await _all(
-            LOADING, "loading the model", producer.until("listening"), consumer.until("loaded")
+    async def _load(self, producer: Child, consumer: Child, last: Sequence[str]) -> None:
+        """Have both ready, then let both begin at once. The consumer asks the `last` relay, if any."""
+        ready, loaded = await _all(
+            LOADING, "loading the model", producer.until("ready"), consumer.until("loaded")
         )
-        address = f"127.0.0.1:{listening['port']}"
-        states = {"producer": f"listens on {address}", "consumer": "has the prompt and the scope key"}
+        serves = f"publishes to {ready['uri']}" if last else f"listens on {ready['uri']}"
+        states = {"producer": serves, "consumer": "has the prompt and the scope key"}
         for name, state in states.items():
             seconds = self.report.events[name, "loaded"]["seconds"]
             self._fact(name, f"ready after {seconds:.1f} s; {state}")
@@ -116,7 +156,7 @@ class Demo:
         rest = f", the last {tail} are left to the consumer" if tail else ""
         self._fact("prompt", f"{tokens:,} tokens: {blocks} blocks of {size} are published{rest}")
         self.screen.say()
-        consumer.order(uri=f"moqt://{address}")
+        consumer.order(uri=last[0] if last else ready["uri"])
         producer.order(start=True)
 
     async def _stream(self, producer: Child, consumer: Child) -> None:
@@ -305,6 +345,13 @@ def parser() -> argparse.ArgumentParser:
         default=0.0,
         help="let the producer rest after each layer, to see it all more slowly",
     )
+    result.add_argument(
+        "--relays",
+        metavar="N",
+        type=int,
+        default=0,
+        help="let the cache travel through a chain of so many relays (default: none)",
+    )
     return result
 
 
@@ -312,8 +359,8 @@ def main() -> int:
     """The command. 0: the same text twice; 1: not so, or something failed; 2: bad usage; 130: interrupted."""
     options = parser()
     arguments = options.parse_args()
-    if arguments.tokens < 1 or not 0 <= arguments.layer_interval <= 60:
-        options.error("--tokens takes 1 or more, --layer-interval 0 to 60")
+    if arguments.tokens < 1 or not 0 <= arguments.layer_interval <= 60 or not 0 <= arguments.relays <= 8:
+        options.error("--tokens takes 1 or more, --layer-interval 0 to 60, --relays 0 to 8")
     if not arguments.prompt.is_file():
         options.error(f"--prompt {arguments.prompt}: there is no such file")
     if not arguments.picture.absolute().parent.is_dir():
@@ -329,7 +376,7 @@ def main() -> int:
     try:
         return 0 if asyncio.run(run()) else 1
     except (KeyboardInterrupt, asyncio.CancelledError):
-        screen.say("\ninterrupted; both processes have ended")
+        screen.say("\ninterrupted; all processes have ended")
         return 130
     except Failed as error:
         fault = str(error)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from collections.abc import AsyncIterator
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import moqt
@@ -20,14 +22,7 @@ async def produce(role: Role) -> None:
     """Publish the cache of the prompt, then write on from it."""
     model, tokens, descriptor = await role.load()
     publisher = Publisher(descriptor, role.scope_key)
-    async with moqt.serve(
-        "127.0.0.1",
-        0,
-        certificate=role.arguments.cert,
-        key=role.arguments.key,
-        tracks=publisher.tracks,
-    ) as server:
-        role.tell("listening", port=server.port)
+    async with endpoint(role, publisher):
         await role.order()
         role.tell("started", at=time.monotonic())
         complete = tokens[: complete_tokens(len(tokens), descriptor.block_tokens)]
@@ -37,6 +32,22 @@ async def produce(role: Role) -> None:
         await role.order()
         await role.write(model, model.generate(cache, tokens, role.arguments.tokens))
         await role.order()
+
+
+@asynccontextmanager
+async def endpoint(role: Role, publisher: Publisher) -> AsyncIterator[None]:
+    """Serve those who connect, or publish to the relay that was named."""
+    arguments = role.arguments
+    if arguments.connect:
+        async with moqt.connect(arguments.connect, ca=arguments.ca, tracks=publisher.tracks, announce=True):
+            role.tell("ready", uri=arguments.connect)
+            yield
+        return
+    async with moqt.serve(
+        "127.0.0.1", 0, certificate=arguments.cert, key=arguments.key, tracks=publisher.tracks
+    ) as server:
+        role.tell("ready", uri=f"moqt://127.0.0.1:{server.port}")
+        yield
 
 
 async def prefill(role: Role, model: Model, tokens: list[int], segment: Segment) -> Cache:
@@ -57,8 +68,10 @@ async def prefill(role: Role, model: Model, tokens: list[int], segment: Segment)
 def main() -> int:
     """The process."""
     parser = command_line(__doc__ or "")
-    parser.add_argument("--cert", type=Path, required=True)
-    parser.add_argument("--key", type=Path, required=True)
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--connect", metavar="URI")
+    where.add_argument("--cert", type=Path)
+    parser.add_argument("--key", type=Path)
     parser.add_argument("--layer-interval", type=float, required=True)
     return play(parser.parse_args(), produce)
 

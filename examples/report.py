@@ -16,8 +16,11 @@ LAST_COMPUTED = "last layer computed"
 
 @dataclass(slots=True)
 class Report:
-    """What the producer and the consumer have reported so far; `events` holds the last of each kind."""
+    """What the producer and the consumer have reported so far; `events` holds the last of each kind. `relays`
+    is how many are between them.
+    """
 
+    relays: int = 0
     timeline: Timeline = field(default_factory=Timeline)
     events: dict[tuple[str, str], Event] = field(default_factory=dict)
     tokens: dict[str, list[int]] = field(default_factory=lambda: {"producer": [], "consumer": []})
@@ -79,8 +82,9 @@ class Report:
         if received is None:
             return "It did not arrive whole."
         lags = [row.lag for row in self.timeline.rows() if row.lag is not None]
+        way = {0: "", 1: ", through a relay"}.get(self.relays, f", through {self.relays} relays")
         return (
-            f"{_size(received)} over MOQT, from one process to another on one machine. "
+            f"{_size(received)} over MOQT, from one process to another on one machine{way}. "
             f"A layer is verified {duration(median(lags))} after it was computed (median)."
         )
 

@@ -134,6 +134,7 @@ def command_line(description: str) -> argparse.ArgumentParser:
     result.add_argument("--model", choices=MODEL_NAMES, required=True)
     result.add_argument("--prompt", type=Path, required=True)
     result.add_argument("--scope-key", type=Path, required=True)
+    result.add_argument("--ca", type=Path, required=True)
     result.add_argument("--tokens", type=int, required=True)
     return result
 

@@ -17,7 +17,7 @@ from moqt.errors import (
     StreamReset,
     UsageError,
 )
-from moqt.names import TrackNamespace
+from moqt.names import TrackNamespace, format_namespace
 from moqt.quic.api import Stream
 from moqt.states import COMPLETE, TRANSITIONS, RequestState, Sender
 from moqt.wire import (
@@ -35,7 +35,7 @@ from moqt.wire import (
     encode,
 )
 
-__all__ = ["RequestIds", "RequestStream", "namespace_of"]
+__all__ = ["RequestIds", "RequestStream", "namespace_of", "subject_of"]
 
 _NAMESPACE_REQUESTS = (PublishNamespace, SubscribeNamespace, SubscribeTracks)
 
@@ -288,3 +288,10 @@ def namespace_of(request: Request) -> TrackNamespace:
     if isinstance(request, (SubscribeNamespace, SubscribeTracks)):
         return request.prefix
     return request.track.namespace
+
+
+def subject_of(request: Request) -> str:
+    """The Full Track Name or namespace that a request is about, in its text form (moqt 2.3)."""
+    if isinstance(request, (PublishNamespace, SubscribeNamespace, SubscribeTracks)):
+        return format_namespace(namespace_of(request))
+    return str(request.track)

@@ -34,7 +34,7 @@ from moqt.namespaces import Announcement, NamespaceWatch, announce, take_namespa
 from moqt.publishing import Publishing, request_error
 from moqt.quic.api import Connection, ConnectionClosed, Stream
 from moqt.reception import Sink
-from moqt.requests import RequestIds, RequestStream, namespace_of
+from moqt.requests import RequestIds, RequestStream, namespace_of, subject_of
 from moqt.scheduler import Scheduler
 from moqt.states import Sender
 from moqt.subscribing import FetchStream, Fill, Subscribing, Subscription, TrackStatusResult
@@ -558,6 +558,7 @@ class Session:
             stream.stop(ResetCode.CANCELLED)
 
     async def _dispatch(self, channel: RequestStream, request: Request) -> None:
+        logger.debug("%s: %s of %s", self.connection.id, type(request).__name__, subject_of(request))
         self.tokens_of(request.parameters)
         if self._leaving:
             raise RequestRefused(RequestCode.GOING_AWAY, "this endpoint is about to leave")

@@ -58,6 +58,12 @@ def pids(output: str) -> dict[str, int]:
     return {"producer": int(found[1]), "consumer": int(found[2])}
 
 
+def relay_pids(output: str) -> list[int]:
+    found = re.search(r"relays +([\d, ]+): a chain", output)
+    assert found is not None
+    return [int(pid) for pid in found[1].split(",")]
+
+
 def alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -98,6 +104,42 @@ def test_the_picture_shows_every_layer_and_the_first_token(tmp_path: Path) -> No
         assert re.search(rf"{mark}  [\d.]+ m?s", labels)
 
 
+@pytest.mark.parametrize(("relays", "way"), [(1, "through a relay"), (2, "through 2 relays")])
+def test_a_chain_of_relays(tmp_path: Path, relays: int, way: str) -> None:
+    """The consumer is named the last relay alone, and all processes are gone in the end."""
+    with demo(tmp_path, "--tokens", "5", "--relays", str(relays)) as process:
+        output, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, "")
+    assert "THE SAME TEXT, token for token: all 5 agree" in output
+    chain = relay_pids(output)
+    assert len(chain) == relays
+    assert not any(map(alive, [*chain, *pids(output).values()]))
+    assert f"on one machine, {way}." in (tmp_path / "timeline.svg").read_text()
+
+
+def test_a_relay_killed_midway_is_reported(tmp_path: Path) -> None:
+    with demo(tmp_path, "--layer-interval", "1", "--relays", "2") as process:
+        output = read_until(process, "verified: 0")
+        killed = relay_pids(output)[1]
+        os.kill(killed, signal.SIGKILL)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert f"the relay 2 (process {killed}) was killed by SIGKILL" in errors
+    assert "the consumer's cache is incomplete" in errors
+    assert not any(map(alive, [*relay_pids(output), *pids(output).values()]))
+
+
+def test_a_killed_demo_leaves_no_relay_behind(tmp_path: Path) -> None:
+    with demo(tmp_path, "--relays", "2") as process:
+        output = read_until(process, " load tiny, some seconds")
+        process.kill()
+        process.wait()
+    deadline = time.monotonic() + 30
+    while any(map(alive, [*relay_pids(output), *pids(output).values()])):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_a_producer_killed_midway_is_reported_with_all_that_is_missing(tmp_path: Path) -> None:
     with demo(tmp_path, "--layer-interval", "1") as process:
         output = read_until(process, "verified: 0")
@@ -135,7 +177,7 @@ def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path, end: signal.S
         process.send_signal(end)
         rest, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (130, "")
-    assert "interrupted; both processes have ended" in rest
+    assert "interrupted; all processes have ended" in rest
     assert not any(map(alive, pids(output).values()))
     assert [path.name for path in tmp_path.iterdir()] == ["prompt.txt"]
 
@@ -164,6 +206,7 @@ def test_a_prompt_that_fills_no_block_is_refused(tmp_path: Path) -> None:
     ("options", "fault"),
     [
         (("--tokens", "0"), "--tokens takes 1 or more"),
+        (("--relays", "-1"), "--relays 0 to 8"),
         (("--prompt", "nowhere.txt"), "there is no such file"),
         (("--picture", "nowhere/timeline.svg"), "there is no such folder"),
     ],
@@ -185,7 +228,7 @@ def test_bad_usage_is_told_at_once(tmp_path: Path, options: tuple[str, ...], fau
 )
 def test_only_the_same_tokens_count_as_the_same_text(consumer: list[int], verdict: str) -> None:
     stream = io.StringIO()
-    shown = Demo(argparse.Namespace(), Screen(stream))
+    shown = Demo(argparse.Namespace(relays=0), Screen(stream))
     shown.report.tokens = {"producer": [1, 2, 3], "consumer": consumer}
     assert shown.compare() is (consumer == [1, 2, 3])
     assert stream.getvalue() == f"\n  {verdict}\n"
@@ -193,15 +236,15 @@ def test_only_the_same_tokens_count_as_the_same_text(consumer: list[int], verdic
 
 def test_two_empty_texts_prove_nothing() -> None:
     stream = io.StringIO()
-    assert not Demo(argparse.Namespace(), Screen(stream)).compare()
+    assert not Demo(argparse.Namespace(relays=0), Screen(stream)).compare()
     assert "NOTHING TO COMPARE" in stream.getvalue()
 
 
 async def test_the_last_words_of_a_process_are_quoted() -> None:
     seen: list[Event] = []
     async with await Child.start(
-        "producer", ["--bad"], threads=1, on_event=lambda _, event: seen.append(event)
+        "producer", "producer", ["--bad"], on_event=lambda _, event: seen.append(event)
     ) as child:
         with pytest.raises(ChildFailed, match=r"(?s)ended with exit code 2; its last words:.* --model"):
-            await asyncio.wait_for(child.until("listening"), 60)
+            await asyncio.wait_for(child.until("ready"), 60)
     assert seen == []

@@ -15,7 +15,7 @@ from moqt.errors import ProtocolError, SessionCode, StreamReset, StreamStopped, 
 from moqt.names import FullTrackName
 from moqt.quic.api import QuicOptions, Stream
 from moqt.quic.memory import pair
-from moqt.requests import RequestIds, RequestStream
+from moqt.requests import RequestIds, RequestStream, subject_of
 from moqt.states import Sender
 from moqt.wire import (
     Message,
@@ -182,3 +182,10 @@ async def test_one_byte_at_a_time() -> None:
     assert found == messages
     link.client.close()
     await asyncio.gather(link.client.wait_closed(), link.server.wait_closed())
+
+
+def test_what_a_request_is_about_in_a_log() -> None:
+    """As the text form of moqt 2.3, in which nothing of a peer's is left as it came."""
+    hostile = (b"a\n", b"\x1b[2J")
+    assert subject_of(Subscribe(0, FullTrackName(hostile, b"t"))) == "a.0a-.1b.5b2J--t"
+    assert subject_of(SubscribeNamespace(0, hostile)) == "a.0a-.1b.5b2J"
