@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Final, Protocol, TypeAlias
@@ -141,8 +141,8 @@ class Allowed:
 
     revalidate_after: float | None = None
     """Seconds, more than 0, after which to ask again while the action goes on; None: never."""
-    expires: float | None = None
-    """Unix time at which the right ends if it is not renewed; None: not by time."""
+    expires_after: float | None = None
+    """Seconds after which the right ends if it is not renewed; None: not by time."""
     subject: str = ""
     """Who was allowed, for logs."""
 
@@ -238,13 +238,18 @@ async def ask(policy: Policy, request: AccessRequest, *, deadline: float = DECIS
 
 
 class Authority:
-    """The right to one request for as long as it goes on: renewed by its updates, asked for again in time."""
+    """The right to one request for as long as it goes on: renewed by its updates, asked for again in time.
+
+    `denied` is set once the right is lost, while `watch` runs.
+    """
 
     def __init__(self, policy: Policy, request: AccessRequest, allowed: Allowed) -> None:
-        self.allowed = allowed
+        self.denied: Denied | None = None
         self._policy = policy
         self._request = request
         self._renewed = asyncio.Event()
+        self._end: Callable[[Denied], None] | None = None
+        self._take(allowed)
 
     @classmethod
     async def obtain(cls, policy: Policy, request: AccessRequest) -> Authority:
@@ -254,13 +259,41 @@ class Authority:
             raise decision.refusal
         return cls(policy, request, decision)
 
+    @property
+    def expires(self) -> int | None:
+        """EXPIRES: the milliseconds until the right ends if it is not renewed; None: not by time (moqt
+        5.3).
+        """
+        if self.allowed.expires_after is None:
+            return None
+        left = self._decided + self.allowed.expires_after - asyncio.get_running_loop().time()
+        return max(int(left * 1000), 1)  # 0 would mean: never
+
+    def check(self) -> None:
+        """Raises RequestRefused once the right is lost."""
+        if self.denied is not None:
+            raise self.denied.refusal
+
+    def when_lost(self, end: Callable[[Denied], None]) -> None:
+        """Have `end` called when the right is lost, at once if it is."""
+        self._end = end
+        if self.denied is not None:
+            end(self.denied)
+
+    async def watch(self) -> None:
+        """Ask again in time, until the right is lost."""
+        self.denied = await self.lost()
+        if self._end is not None:
+            self._end(self.denied)
+
     async def update(
         self, tokens: Sequence[TokenPair] = (), *, namespace: TrackNamespace | None = None
-    ) -> None:
+    ) -> Allowed:
         """A REQUEST_UPDATE came, with `tokens` that replace those of the request if there are any, and
-        `namespace` if it has a new prefix. Raises RequestRefused if the policy denies it; then nothing has
-        changed.
+        `namespace` if it has a new prefix. Raises RequestRefused if the policy denies it, then nothing has
+        changed; and once the right is lost, since then the end of the request is on its way.
         """
+        self.check()
         request = self._request
         if namespace is not None:
             request = replace(request, namespace=namespace)
@@ -274,9 +307,11 @@ class Authority:
         decision = await ask(self._policy, change)
         if isinstance(decision, Denied):
             raise decision.refusal
+        self.check()
         self._request = replace(request, tokens=tuple(tokens)) if tokens else request
-        self.allowed = decision
+        self._take(decision)
         self._renewed.set()
+        return decision
 
     async def lost(self) -> Denied:
         """Wait until the policy denies what goes on; never returns while it is allowed."""
@@ -294,4 +329,8 @@ class Authority:
                 continue  # An update was allowed meanwhile: this answer is about the tokens before it.
             if isinstance(decision, Denied):
                 return decision
-            self.allowed = decision
+            self._take(decision)
+
+    def _take(self, allowed: Allowed) -> None:
+        self.allowed = allowed
+        self._decided = asyncio.get_running_loop().time()

@@ -475,7 +475,7 @@ class CatPolicy:
             min(claims.revalidate for claims in grants),
             max(expires + self._verifier.skew - now, self._verifier.min_revalidation),
         )
-        return Allowed(revalidate_after=after, expires=expires, subject=who)
+        return Allowed(revalidate_after=after, expires_after=expires - now, subject=who)
 
 
 def _cats(tokens: Sequence[TokenPair]) -> list[bytes]:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from moqt.authorization import Policy
 from moqt.errors import DeadlineExceeded
 from moqt.limits import Limits
 from moqt.quic.api import QuicOptions
@@ -27,6 +28,7 @@ async def connect(
     tracks: Tracks | None = None,
     announce: bool | None = None,
     tokens: Sequence[Token] = (),
+    policy: Policy | None = None,
     options: QuicOptions | None = None,
     limits: Limits | None = None,
     deadline: float = 10.0,
@@ -48,7 +50,15 @@ async def connect(
         server_name=parsed.host,
         deadline=deadline,
     )
-    session = Session(connection, tracks=tracks, announce=announce, tokens=tokens, limits=limits, uri=parsed)
+    session = Session(
+        connection,
+        tracks=tracks,
+        announce=announce,
+        tokens=tokens,
+        policy=policy,
+        limits=limits,
+        uri=parsed,
+    )
     try:
         async with asyncio.timeout(deadline - (asyncio.get_running_loop().time() - started)) as scope:
             await session.start()

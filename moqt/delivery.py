@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from moqt.authorization import Denied
 from moqt.errors import DoneCode, RequestCode, RequestRefused, ResetCode, StreamStopped
 from moqt.fetching import LAST, Puller, passes, seconds_of
 from moqt.filters import (
@@ -157,11 +158,19 @@ class Delivery(TrackWatcher):
 
     def _fall_behind(self) -> None:
         """The peer takes less than comes; what waits for it can't stay in the cache for ever (moqt 9)."""
+        self._cut_off(ResetCode.TOO_FAR_BEHIND, DoneCode.TOO_FAR_BEHIND)
+
+    def revoke(self, denied: Denied) -> None:
+        """The peer has lost the right to the Track: nothing more of it leaves (security 3.2)."""
+        self._cut_off(denied.reset_code, denied.done_code)
+
+    def _cut_off(self, reset: ResetCode, done: DoneCode) -> None:
         self.track.unwatch(self)
         self._subgroups.clear()
         for outgoing in list(self._sending):
-            self._scheduler.reset(outgoing, ResetCode.TOO_FAR_BEHIND)
-        self.on_removed(DoneCode.TOO_FAR_BEHIND)
+            self._scheduler.reset(outgoing, reset)
+        self.on_removed(done)
+        self._ending = done  # Also of a subscription that was to end anyway, but not so.
 
     def _open(self, key: tuple[int, int], item: StoredObject) -> _Subgroup:
         header = SubgroupHeader(
@@ -309,7 +318,8 @@ class Delivery(TrackWatcher):
             while self._sending:
                 self._drained.clear()
                 await self._drained.wait()
-            await self.request.send(PublishDone(code, self.stream_count, ""), fin=True)
+            assert self._ending is not None
+            await self.request.send(PublishDone(self._ending, self.stream_count, ""), fin=True)
         except StreamStopped:
             self.request.cancel()  # The subscriber has left meanwhile.
         finally:

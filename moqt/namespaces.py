@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moqt.asking import OwnRequest
+from moqt.authorization import Authority, Denied
 from moqt.errors import (
     ConnectionLost,
     MoqtError,
@@ -26,6 +27,7 @@ from moqt.wire import (
     Message,
     Namespace,
     NamespaceDone,
+    Parameters,
     PublishNamespace,
     RequestOk,
     RequestUpdate,
@@ -184,22 +186,26 @@ async def _announce_one(session: Session, namespace: TrackNamespace, withdrawn: 
     await announcement.close()
 
 
-async def take_namespace(session: Session, stream: RequestStream, message: PublishNamespace) -> None:
+async def take_namespace(
+    session: Session, stream: RequestStream, message: PublishNamespace, authority: Authority
+) -> None:
     """Accept a PUBLISH_NAMESPACE, and note it in `session.peer_namespaces` while it lasts."""
 
     async def update(_message: RequestUpdate) -> None:
-        await stream.send(RequestOk())  # It can only bring a token (moqt 5.2).
+        # It can only bring a token (moqt 5.2).
+        await stream.send(RequestOk(Parameters(expires=authority.expires)))
 
     over = asyncio.Event()
     known = session.peer_namespaces
     known[message.namespace] = known.get(message.namespace, 0) + 1
     if known[message.namespace] == 1:
         session.tracks.offered(session, message.namespace, True)
+    authority.when_lost(_canceller(stream, over))
     try:
-        await stream.send(RequestOk())
+        await stream.send(RequestOk(Parameters(expires=authority.expires)))
         # FIN is no withdrawal (moqt 3.4): the namespace stays until the stream is cancelled or the session
         # ends.
-        await session.publishing.follow(stream, over, update, fail=over.set)
+        await session.publishing.follow(stream, authority, over, update, fail=over.set)
     finally:
         known[message.namespace] -= 1
         if not known[message.namespace]:
@@ -207,9 +213,21 @@ async def take_namespace(session: Session, stream: RequestStream, message: Publi
             session.tracks.offered(session, message.namespace, False)
 
 
-async def serve_namespaces(session: Session, stream: RequestStream, message: SubscribeNamespace) -> None:
+async def serve_namespaces(
+    session: Session, stream: RequestStream, message: SubscribeNamespace, authority: Authority
+) -> None:
     """Serve a SUBSCRIBE_NAMESPACE until it ends. Raises RequestRefused before the reply."""
-    await _NamespaceFeed(session, stream, message.prefix).serve()
+    await _NamespaceFeed(session, stream, message.prefix, authority).serve()
+
+
+def _canceller(stream: RequestStream, over: asyncio.Event) -> Callable[[Denied], None]:
+    """Ends a request about namespaces when the right to it is lost: it is cancelled (moqt 11)."""
+
+    def cancel(denied: Denied) -> None:
+        stream.cancel(denied.reset_code)
+        over.set()
+
+    return cancel
 
 
 class _Changes(asyncio.Event):
@@ -229,10 +247,13 @@ def _watched(session: Session) -> _Changes:
 class _NamespaceFeed:
     """NAMESPACE and NAMESPACE_DONE for one SUBSCRIBE_NAMESPACE, as namespaces come and go."""
 
-    def __init__(self, session: Session, stream: RequestStream, prefix: TrackNamespace) -> None:
+    def __init__(
+        self, session: Session, stream: RequestStream, prefix: TrackNamespace, authority: Authority
+    ) -> None:
         self._session = session
         self._stream = stream
         self._prefix = prefix
+        self._authority = authority
         self._sent: set[TrackNamespace] = set()
         # Suffixes have a meaning only with the prefix of their time: one of both speaks at a time.
         self._speaking = asyncio.Lock()
@@ -242,12 +263,17 @@ class _NamespaceFeed:
         over = asyncio.Event()
         changed = _watched(self._session)
         teller = None
+        self._authority.when_lost(_canceller(self._stream, over))
         self._session.tracks.wanted(self._session, self._prefix, True)
         try:
-            await self._stream.send(RequestOk())
+            await self._stream.send(self._ok())
             teller = self._session.spawn(self._tell(changed), "NAMESPACE")
             await self._session.publishing.follow(
-                self._stream, over, lambda message: self._update(message, changed), fail=over.set
+                self._stream,
+                self._authority,
+                over,
+                lambda message: self._update(message, changed),
+                fail=over.set,
             )
         finally:
             self._session.tracks.unwatch(changed.on_change)
@@ -266,7 +292,10 @@ class _NamespaceFeed:
                 self._prefix = wanted
                 self._sent.clear()
                 changed.set()
-            await self._stream.send(RequestOk())
+            await self._stream.send(self._ok())
+
+    def _ok(self) -> RequestOk:
+        return RequestOk(Parameters(expires=self._authority.expires))
 
     async def _tell(self, changed: asyncio.Event) -> None:
         while True:

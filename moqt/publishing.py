@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from moqt.authorization import Authority
 from moqt.delivery import DEFAULT_PRIORITY, Delivery, rank
 from moqt.errors import DoneCode, RequestCode, RequestRefused, ResetCode, StreamReset, StreamStopped
 from moqt.fetching import LAST, Puller, seconds_of, successor
@@ -18,7 +19,6 @@ from moqt.track import StoredObject, Track
 from moqt.wire import (
     Fetch,
     FetchOk,
-    Message,
     Parameters,
     Properties,
     RequestError,
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from moqt.session import Session
 
 __all__ = ["Publishing", "request_error"]
+
+T = TypeVar("T")
 
 
 def request_error(refusal: RequestRefused, retry_after: float) -> RequestError:
@@ -59,7 +61,7 @@ class Publishing:
         self._fetching: set[asyncio.Task[None]] = set()
         self._subscriptions: dict[Delivery, asyncio.Task[None]] = {}
 
-    async def subscribe(self, stream: RequestStream, message: Subscribe) -> None:
+    async def subscribe(self, stream: RequestStream, message: Subscribe, authority: Authority) -> None:
         """Serve a SUBSCRIBE. Raises RequestRefused before the reply."""
         parameters = message.parameters
         limit = self.session.limits.max_filter_ranges
@@ -67,28 +69,35 @@ class Publishing:
         if parameters.fill is not None:
             check_range_filters(parameters.fill.range_filters, limit=limit)
         track = await self._find(stream, message.track, parameters)
+        authority.check()
         delivery = Delivery(self.session, stream, message, track, self._next_alias)
         self._next_alias += 1
         # moqt 7.3: one snapshot of the Largest Object for the reply, the end of the fill and the start of the
         # subscription; nothing is published between these lines, since none of them waits.
-        reply = SubscribeOk(delivery.alias, Parameters(largest=track.largest), _properties(track, parameters))
+        reply = SubscribeOk(
+            delivery.alias,
+            Parameters(expires=authority.expires, largest=track.largest),
+            _properties(track, parameters),
+        )
         track.watch(delivery)
         if parameters.fill is not None:
             delivery.fill(message.request_id, parameters.fill)
 
         async def update(message: RequestUpdate) -> None:
             delivery.update(message)
-            answer = RequestOk(Parameters(largest=track.largest))
+            answer = RequestOk(Parameters(expires=authority.expires, largest=track.largest))
             if not stream.over:
                 await stream.send(answer)
 
         task: asyncio.Task[None] | None = asyncio.current_task()
         assert task is not None
+        authority.when_lost(delivery.revoke)
         self._subscriptions[delivery] = task
         try:
             await stream.send(reply)
             await self.follow(
                 stream,
+                authority,
                 delivery.over,
                 update,
                 fail=lambda: delivery.on_removed(DoneCode.UPDATE_FAILED),  # moqt 4.2
@@ -97,7 +106,7 @@ class Publishing:
             delivery.cancel()
             del self._subscriptions[delivery]
 
-    async def fetch(self, stream: RequestStream, message: Fetch) -> None:
+    async def fetch(self, stream: RequestStream, message: Fetch, authority: Authority) -> None:
         """Serve a FETCH (moqt 6.3, 10). Raises RequestRefused before the reply."""
         limits = self.session.limits
         if self._fetches >= limits.max_fetches:  # kvcs 10
@@ -112,12 +121,13 @@ class Publishing:
         self._fetching.add(task)
         try:
             track = await self._find(stream, message.track, parameters)
-            await self._fetch(stream, message, track)
+            authority.check()
+            await self._fetch(stream, message, track, authority)
         finally:
             self._fetches -= 1
             self._fetching.discard(task)
 
-    async def _fetch(self, stream: RequestStream, message: Fetch, track: Track) -> None:
+    async def _fetch(self, stream: RequestStream, message: Fetch, track: Track, authority: Authority) -> None:
         parameters = message.parameters
         location_filter = parameters.location_filter or LocationFilter.none()
         start, end = _fetch_range(track, location_filter)
@@ -148,14 +158,16 @@ class Publishing:
             if message.parameters.subscriber_priority is not None:
                 priority = message.parameters.subscriber_priority
                 self.session.scheduler.reprioritise(outgoing, (priority, *outgoing.urgency[1:]))
-            await stream.send(RequestOk())
+            await stream.send(RequestOk(Parameters(expires=authority.expires)))
 
         self.session.scheduler.start(outgoing)
+        authority.when_lost(lambda denied: self.session.scheduler.reset(outgoing, denied.reset_code))
         try:
             # moqt 25 #7: without an End Object in the filter, the last Object that is covered.
             told = end
             if location_filter.type is not FilterType.ABSOLUTE_RANGE:
                 told = await _last_in(track, start, end)
+                authority.check()
             reply = FetchOk(
                 track.ended is not None and told == track.largest,
                 told,
@@ -163,30 +175,34 @@ class Publishing:
                 _properties(track, parameters),
             )
             await stream.send(reply)
-            await self.follow(stream, over, update, fail=over.set)
+            await self.follow(stream, authority, over, update, fail=over.set)
         finally:
             self.session.scheduler.reset(outgoing, ResetCode.CANCELLED)
 
-    async def track_status(self, stream: RequestStream, message: TrackStatus) -> None:
+    async def track_status(self, stream: RequestStream, message: TrackStatus, authority: Authority) -> None:
         """Answer a TRACK_STATUS."""
         track = await self._find(stream, message.track, message.parameters)
+        authority.check()
         reply = RequestOk(Parameters(largest=track.largest), _properties(track, message.parameters))
         await stream.send(reply, fin=True)
 
-    async def subscribe_namespace(self, stream: RequestStream, message: SubscribeNamespace) -> None:
+    async def subscribe_namespace(
+        self, stream: RequestStream, message: SubscribeNamespace, authority: Authority
+    ) -> None:
         """Serve a SUBSCRIBE_NAMESPACE (moqt 11). Raises RequestRefused before the reply."""
-        await serve_namespaces(self.session, stream, message)
+        await serve_namespaces(self.session, stream, message, authority)
 
     async def follow(
         self,
         stream: RequestStream,
+        authority: Authority,
         over: asyncio.Event,
         update: Callable[[RequestUpdate], Awaitable[None]],
         *,
         fail: Callable[[], None],
     ) -> None:
         """Handle what the requester says until it cancels or `over` is set, and FIN then; `fail` is called
-        when an update is refused.
+        when an update is refused, by `authority` or by `update`.
         """
 
         def on_stopped(_code: int) -> None:  # STOP_SENDING alone is a cancel as well (moqt 9).
@@ -195,18 +211,26 @@ class Publishing:
 
         stream.stream.on_stopped = on_stopped
         ending = asyncio.ensure_future(over.wait())
+
+        async def take(message: RequestUpdate) -> None:
+            parameters = message.parameters
+            tokens = self.session.gate.tokens_of(parameters)
+            allowed = await _unless(ending, authority.update(tokens, namespace=parameters.prefix))
+            if allowed is not None and not stream.over:
+                await update(message)
+
         try:
             while not over.is_set():
-                message = await _receive_unless(ending, stream)
+                message = await _unless(ending, stream.receive())
                 if message is None:  # No cancel: the requester has nothing more to say (moqt 3.4).
                     await over.wait()
-                elif isinstance(message, RequestUpdate) and not stream.over:
+                elif isinstance(message, RequestUpdate):
                     try:
-                        self.session.tokens_of(message.parameters)
-                        await update(message)
+                        await take(message)
                     except RequestRefused as refusal:
-                        await stream.send(request_error(refusal, self.session.limits.retry_after))
-                        fail()
+                        if not stream.over:
+                            await stream.send(request_error(refusal, self.session.limits.retry_after))
+                            fail()
             await stream.finish()
         except (StreamReset, StreamStopped):
             stream.cancel()
@@ -249,18 +273,18 @@ class Publishing:
             stream.stream.on_stopped = None
 
 
-async def _receive_unless(ending: asyncio.Future[Any], stream: RequestStream) -> Message | None:
-    """The next message; None at FIN, and when `ending` is done before. An answer that is on its way is never
-    interrupted, since only this wait is.
+async def _unless(ending: asyncio.Future[Any], waiting: Coroutine[Any, Any, T]) -> T | None:
+    """What `waiting` returns; None when `ending` is done before. An answer that is on its way is never
+    interrupted, since only such a wait is.
     """
-    receiving = asyncio.ensure_future(stream.receive())
+    task = asyncio.ensure_future(waiting)
     try:
-        await asyncio.wait((receiving, ending), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, ending), return_when=asyncio.FIRST_COMPLETED)
     finally:
-        if not receiving.done():
-            receiving.cancel()
-            await asyncio.wait((receiving,))
-    return None if receiving.cancelled() else receiving.result()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait((task,))
+    return None if task.cancelled() else task.result()
 
 
 def _fetch_range(track: Track, location_filter: LocationFilter) -> tuple[Location, Location]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Callable
 
 from moqt.errors import (
     ProtocolError,
@@ -15,6 +16,7 @@ from moqt.errors import (
     ResetCode,
     SessionCode,
     StreamReset,
+    StreamStopped,
     UsageError,
 )
 from moqt.names import TrackNamespace, format_namespace
@@ -164,13 +166,15 @@ class RequestStream:
                 return None
             self._data = memoryview(data)
 
-    async def drain(self) -> None:
-        """Read what the peer still says about a request that is over, to its FIN, and ignore it; what breaks
-        the protocol does so here too. Raises ProtocolError, ConnectionClosed.
+    async def drain(self, heed: Callable[[Message], None] | None = None) -> None:
+        """Read what the peer still says about a request that is over, to its FIN, and ignore it, unless
+        `heed` is to see it; what breaks the protocol does so here too. Raises ProtocolError,
+        ConnectionClosed.
         """
         try:
-            while await self.receive() is not None:
-                pass
+            while (message := await self.receive()) is not None:
+                if heed is not None:
+                    heed(message)
         except (StreamReset, RequestRejected):
             self.cancel()
 
@@ -218,6 +222,10 @@ class RequestStream:
         except asyncio.CancelledError:
             self.cancel()
             raise
+        except UsageError:
+            if self._cancelled is None:
+                raise
+            raise StreamStopped(self._cancelled) from None  # `cancel` reset it while we waited.
 
     def _check_fin(self) -> None:
         """Whether the peer may end its direction here (moqt 3.4, 25 #14)."""

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from moqt.authorization import Policy
 from moqt.errors import DoneCode, MoqtError, SessionCode
 from moqt.limits import Limits
 from moqt.quic.api import Connection, QuicOptions
@@ -27,13 +28,19 @@ class Server:
     """The sessions of a listening endpoint."""
 
     def __init__(
-        self, tracks: Tracks | None, handler: SessionHandler | None, limits: Limits | None, announce: bool
+        self,
+        tracks: Tracks | None,
+        handler: SessionHandler | None,
+        limits: Limits | None,
+        announce: bool,
+        policy: Policy | None,
     ) -> None:
         self.sessions: set[Session] = set()
         self._tracks = tracks
         self._handler = handler
         self._limits = limits
         self._announce = announce
+        self._policy = policy
         self._listener: Listener | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -60,7 +67,13 @@ class Server:
         task.add_done_callback(self._tasks.discard)
 
     async def _run(self, connection: Connection) -> None:
-        session = Session(connection, tracks=self._tracks, announce=self._announce, limits=self._limits)
+        session = Session(
+            connection,
+            tracks=self._tracks,
+            announce=self._announce,
+            limits=self._limits,
+            policy=self._policy,
+        )
         try:
             async with session:
                 self.sessions.add(session)
@@ -105,17 +118,18 @@ async def serve(
     tracks: Tracks | None = None,
     on_session: SessionHandler | None = None,
     announce: bool = False,
+    policy: Policy | None = None,
     options: QuicOptions | None = None,
     limits: Limits | None = None,
 ) -> AsyncIterator[Server]:
     """Listen on `host` ("::" takes IPv4 too) and `port` (0: any) until the end of the block; all sessions
-    offer `tracks`.
+    offer `tracks`, to whom `policy` allows it (default: to everybody).
 
     `certificate` and `key` are PEM files. `on_session` runs for each session once SETUP is done; the session
     goes on after it returns, until it is closed. Raises UsageError for files that can't be used, OSError for
     an address that can't be bound.
     """
-    server = Server(tracks, on_session, limits, announce)
+    server = Server(tracks, on_session, limits, announce, policy)
     server._listener = await listen(
         host,
         port,

@@ -11,7 +11,8 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from moqt.asking import OwnRequest, ask, in_time, session_error
-from moqt.auth import TokenCache
+from moqt.auth import Gate
+from moqt.authorization import AllowAll, Authority, Policy
 from moqt.errors import (
     ConnectionLost,
     DeadlineExceeded,
@@ -79,7 +80,8 @@ class Session:
 
     `tracks` is what the peer may ask for; with `announce`, each of its namespaces is told to the peer by
     PUBLISH_NAMESPACE, which a publisher does towards a relay (default: if we dialled and there are any
-    `tracks`). `tokens` go with SETUP and with every request (moqt 2.7). `uri` is what was dialled.
+    `tracks`). `tokens` go with SETUP and with every request (moqt 2.7); `policy` says what the peer may do
+    (default: everything). `uri` is what was dialled.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Session:
         tracks: Tracks | None = None,
         announce: bool | None = None,
         tokens: Sequence[Token] = (),
+        policy: Policy | None = None,
         limits: Limits | None = None,
         uri: MoqtUri | None = None,
     ) -> None:
@@ -107,7 +110,7 @@ class Session:
         self.publishing = Publishing(self)
         self.subscribing = Subscribing(self)
         self._tokens = tuple(tokens)
-        self._token_cache = TokenCache(self.limits.max_auth_token_cache_size)
+        self.gate = Gate(policy or AllowAll(), connection, self.limits.max_auth_token_cache_size)
         self._ready = asyncio.Event()
         self._closed = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
@@ -370,15 +373,13 @@ class Session:
         come is read. What goes wrong in it ends the session if it has to.
         """
         task = asyncio.create_task(self._guard(coroutine, what), name=f"{self.connection.id} {what}")
+        # One that is cancelled before its first step never came to awaiting `coroutine`.
+        task.add_done_callback(lambda _: coroutine.close())
         tasks = (self._tasks, self._readers) if reads else (self._tasks,)
         for known in tasks:
             known.add(task)
             task.add_done_callback(known.discard)
         return task
-
-    def tokens_of(self, parameters: Parameters) -> list[tuple[int, bytes]]:
-        """The (type, value) pairs of a message's tokens. Raises ProtocolError, RequestRefused (moqt 2.7)."""
-        return self._token_cache.resolve(parameters.tokens)
 
     def keep(self, made: OwnRequest) -> None:
         """A request of ours has been made."""
@@ -490,7 +491,7 @@ class Session:
         try:
             while data:
                 for message in decoder.feed(data):
-                    self._on_control(message)
+                    await self._on_control(message)
                 data = await stream.read()
         except StreamReset:
             pass
@@ -499,9 +500,9 @@ class Session:
             SessionCode.PROTOCOL_VIOLATION, "the control stream was closed while the session runs"
         )
 
-    def _on_control(self, message: Message) -> None:
+    async def _on_control(self, message: Message) -> None:
         if isinstance(message, Setup):
-            self._on_setup(message.options)
+            await self._on_setup(message.options)
             return
         assert isinstance(message, Goaway)
         if message.uri and not self.connection.is_client:  # moqt 20 #13; the decoder refuses a second one.
@@ -510,17 +511,14 @@ class Session:
         self.peer_goaway = message
         self.goaway_received.set()
 
-    def _on_setup(self, options: SetupOptions) -> None:
+    async def _on_setup(self, options: SetupOptions) -> None:
         if self.connection.is_client:  # moqt 20 #31
             if options.path is not None:
                 raise ProtocolError(SessionCode.INVALID_PATH, "a server can't send PATH")
             if options.authority is not None:
                 raise ProtocolError(SessionCode.INVALID_AUTHORITY, "a server can't send AUTHORITY")
-        try:
-            self._token_cache.resolve(options.tokens, setup_at_server=not self.connection.is_client)
-        except RequestRefused as refusal:
-            raise ProtocolError(SessionCode.UNKNOWN_AUTH_TOKEN_ALIAS, refusal.reason) from None
         self.peer_setup = options
+        await self.gate.admit(options.tokens)
         self._ready.set()
 
     def _on_datagram(self, data: bytes) -> None:
@@ -553,32 +551,42 @@ class Session:
             self._serving -= 1
         try:
             async with asyncio.timeout(self.limits.linger):
-                await channel.drain()
+                await channel.drain(self.gate.heed)
         except TimeoutError:
             stream.stop(ResetCode.CANCELLED)
 
     async def _dispatch(self, channel: RequestStream, request: Request) -> None:
         logger.debug("%s: %s of %s", self.connection.id, type(request).__name__, subject_of(request))
-        self.tokens_of(request.parameters)
+        tokens = self.gate.tokens_of(request.parameters)
         if self._leaving:
             raise RequestRefused(RequestCode.GOING_AWAY, "this endpoint is about to leave")
         if self._serving > self.limits.max_requests:
             raise RequestRefused(
                 RequestCode.EXCESSIVE_LOAD, f"{self.limits.max_requests} requests are open already"
             )
+        # security 3.2: before anything is looked up or asked upstream, so that neither the answer nor its
+        # time tells those without the right whether a thing exists.
+        authority = await self.gate.authority(request, tokens)
+        watching = self.spawn(authority.watch(), "authorization")
+        try:
+            await self._handle(channel, request, authority)
+        finally:
+            watching.cancel()
+
+    async def _handle(self, channel: RequestStream, request: Request, authority: Authority) -> None:
         if namespace_of(request)[:1] in [(name,) for name in _RESERVED_NAMESPACES]:  # moqt 20 #35
             raise RequestRefused(RequestCode.DOES_NOT_EXIST, "nothing is here under a reserved namespace")
         match request:
             case Subscribe():
-                await self.publishing.subscribe(channel, request)
+                await self.publishing.subscribe(channel, request, authority)
             case Fetch():
-                await self.publishing.fetch(channel, request)
+                await self.publishing.fetch(channel, request, authority)
             case TrackStatus():
-                await self.publishing.track_status(channel, request)
+                await self.publishing.track_status(channel, request, authority)
             case SubscribeNamespace():
-                await self.publishing.subscribe_namespace(channel, request)
+                await self.publishing.subscribe_namespace(channel, request, authority)
             case PublishNamespace():
-                await take_namespace(self, channel, request)
+                await take_namespace(self, channel, request, authority)
             case Publish():
                 if unknown_mandatory_properties(request.properties):  # moqt 13.1
                     raise RequestRefused(

@@ -233,7 +233,7 @@ async def test_a_policy_that_fails_later_ends_it() -> None:
 async def test_an_update_renews_it() -> None:
     policy = Scripted(
         Allowed(revalidate_after=30),
-        Allowed(revalidate_after=30, expires=900),
+        Allowed(revalidate_after=30, expires_after=900),
         Allowed(revalidate_after=5),
         EXPIRED,
     )
@@ -241,7 +241,7 @@ async def test_an_update_renews_it() -> None:
     lost = asyncio.create_task(authority.lost())
     await asyncio.sleep(20)
     await authority.update([NEW])
-    assert authority.allowed.expires == 900
+    assert authority.allowed.expires_after == 900
     assert await lost == EXPIRED
     assert policy.times == [0, 20, 50, 55]
     assert policy.asked[1] == wanted(

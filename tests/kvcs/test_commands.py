@@ -19,9 +19,9 @@ import pytest
 import moqt
 from kvcs import Descriptor, PublicationName, ScopeKey, Subscriber, files
 from kvcs.layout import Geometry
+from moqt.authorization import AccessRequest, Allowed, Decision
 
 if TYPE_CHECKING:
-    from moqt.wire import Parameters
     from tests.conftest import Certificates
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -296,26 +296,24 @@ async def test_help_teaches(command: str) -> None:
 
 
 @pytest.mark.requirement("R6a")
-async def test_publish_to_a_relay_that_goes_and_comes_back(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_publish_to_a_relay_that_goes_and_comes_back(place: Place) -> None:
     """--connect: the full namespace is announced with the token, and again after the session was lost."""
     (place.folder / "token").write_bytes(b"let me in")
-    seen: list[tuple[int, bytes]] = []
-    resolve = moqt.Session.tokens_of
 
-    def spy(session: moqt.Session, parameters: Parameters) -> list[tuple[int, bytes]]:
-        seen.extend(tokens := resolve(session, parameters))
-        return tokens
+    class Watchful:
+        async def decide(self, request: AccessRequest) -> Decision:
+            assert request.tokens == ((1, b"let me in"),)
+            return Allowed()
 
-    monkeypatch.setattr(moqt.Session, "tokens_of", spy)
     sessions: asyncio.Queue[moqt.Session] = asyncio.Queue()
 
     async def on_session(session: moqt.Session) -> None:
         sessions.put_nowait(session)
 
     chain, key = place.certificates.chain, place.certificates.key
-    async with moqt.serve("localhost", 0, certificate=chain, key=key, on_session=on_session) as server:
+    async with moqt.serve(
+        "localhost", 0, certificate=chain, key=key, on_session=on_session, policy=Watchful()
+    ) as server:
         uri = f"moqt://localhost:{server.port}/relay"
         more = ("--ca", str(place.certificates.ca), "--token", str(place.folder / "token"))
         async with running(place.publish("--connect", uri, *more)) as publisher:
@@ -327,7 +325,6 @@ async def test_publish_to_a_relay_that_goes_and_comes_back(
                         await session.connection.ping()
                 (namespace,) = session.peer_namespaces
                 assert PublicationName.from_namespace(namespace).publication_id.hex() == identity
-                assert seen.pop() == (1, b"let me in")
                 subscriber = Subscriber(session, place.descriptor, place.scope_key)
                 tokens = files.read_tokens(place.folder / "tokens.json")
                 async with await subscriber.receive(tokens) as reception:

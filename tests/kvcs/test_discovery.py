@@ -332,10 +332,10 @@ async def test_prefixes_that_the_peer_refuses(refused: set[int], monkeypatch: py
     """The others are found all the same; only if all are refused that is an error."""
     serve = Publishing.subscribe_namespace
 
-    async def choose(self, stream, message) -> None:  # type: ignore[no-untyped-def]  # as the original
+    async def choose(self, stream, message, authority) -> None:  # type: ignore[no-untyped-def]  # as the original
         if KEYS.index(message.prefix[3]) in refused:
             raise RequestRefused(RequestCode.UNAUTHORIZED, "not for you")
-        await serve(self, stream, message)
+        await serve(self, stream, message, authority)
 
     monkeypatch.setattr(Publishing, "subscribe_namespace", choose)
     async with stage() as scene:

@@ -235,10 +235,10 @@ async def test_another_refusal_is_no_reason_to_ask_for_manifest(
 ) -> None:
     serve = Publishing.subscribe
 
-    async def refuse(self: Publishing, stream: Any, message: Subscribe) -> None:
+    async def refuse(self: Publishing, stream: Any, message: Subscribe, authority: Any) -> None:
         if message.track.name == b"manifest.cose":
             raise RequestRefused(code, "no")
-        await serve(self, stream, message)
+        await serve(self, stream, message, authority)
 
     monkeypatch.setattr(Publishing, "subscribe", refuse)
     taps: list[Wiretap] = []
@@ -266,12 +266,12 @@ async def test_a_publisher_that_is_busy_is_asked_again(monkeypatch: pytest.Monke
     serve = Publishing.subscribe
     refusals = 0
 
-    async def refuse(self: Publishing, stream: Any, message: Subscribe) -> None:
+    async def refuse(self: Publishing, stream: Any, message: Subscribe, authority: Any) -> None:
         nonlocal refusals
         if refusals < 7:
             refusals += 1
             raise RequestRefused(RequestCode.EXCESSIVE_LOAD, "not now")
-        await serve(self, stream, message)
+        await serve(self, stream, message, authority)
 
     monkeypatch.setattr(Publishing, "subscribe", refuse)
     async with stage() as scene:

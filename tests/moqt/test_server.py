@@ -30,7 +30,7 @@ def offered() -> Tracks:
 async def serving(
     tracks: Tracks | None = None, handler: SessionHandler | None = None, *, announce: bool = False
 ) -> AsyncIterator[Server]:
-    server = Server(tracks, handler, Limits(setup_deadline=3), announce)
+    server = Server(tracks, handler, Limits(setup_deadline=3), announce, policy=None)
     try:
         yield server
     finally:
