@@ -22,7 +22,6 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import safetensors
 import safetensors.numpy
-from numpy.typing import NDArray
 
 from kvcs import strict_json
 from kvcs.errors import FileFault, InvalidDescriptor, InvalidTensor, InvalidTokens
@@ -49,7 +48,7 @@ class CacheFile:
     """The KV cache of a token sequence, whole or some of its layers."""
 
     descriptor: Descriptor
-    tokens: NDArray[np.int64]
+    tokens: np.ndarray[Any, np.dtype[np.int64]]
     """The token ids, [tokens]: all of them, also those after the last complete block."""
     layers: Mapping[int, tuple[Tensor, Tensor]]
     """K and V of a layer, by layer index: [tokens, kv_heads, head_dim] of the descriptor's dtype each."""
@@ -153,7 +152,7 @@ def write(path: str | Path, cache: CacheFile) -> None:
         raise FileFault(f"cache file {path}: not written: {error}") from error
 
 
-def read_tokens(path: str | Path) -> NDArray[np.int64]:
+def read_tokens(path: str | Path) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Read token ids, [tokens]: a JSON array of integers, or a .npy file of integers. Raises FileFault."""
     path = Path(path)
     try:

@@ -21,7 +21,6 @@ from typing import Any, Final, Protocol, TypeAlias, cast
 import numpy as np
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-from numpy.typing import NDArray
 
 from kvcs import strict_json
 from kvcs.errors import InvalidDescriptor, InvalidScopeKey, InvalidTokens
@@ -41,7 +40,7 @@ MAX_TOKEN: Final = 2**32 - 1  # kvsp 2.3
 DTYPES: Final = ("float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int8")  # torch's names
 ATTENTIONS: Final = ("mha", "gqa", "mqa", "mla")
 
-Tokens: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
+Tokens: TypeAlias = Sequence[int] | np.ndarray[Any, np.dtype[np.integer[Any]]]
 
 _LABEL: Final = PROFILE_NAME.encode()
 _MAX_VALUES: Final = 32768  # JSON values that fit into 64 KiB
@@ -218,7 +217,7 @@ def block_keys(
     return keys
 
 
-def token_array(tokens: Tokens) -> NDArray[np.int64]:
+def token_array(tokens: Tokens) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Token ids as a one-dimensional int64 array. Raises InvalidTokens for anything outside 0..2^32-1."""
     expected = f"token ids are integers 0..{MAX_TOKEN} in one dimension"
     try:

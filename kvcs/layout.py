@@ -15,14 +15,13 @@ from typing import Any, Final, TypeAlias, assert_never
 
 import ml_dtypes
 import numpy as np
-from numpy.typing import NDArray
 
 from kvcs.errors import Check, InvalidTensor, ObjectRejected
 from kvcs.identity import Descriptor
 from kvcs.names import Component
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
-Tensor: TypeAlias = NDArray[Any]
+Tensor: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 NUMPY_DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
     "float16": np.dtype(np.float16),

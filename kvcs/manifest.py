@@ -49,6 +49,10 @@ class SegmentEntry:
     """For a track: one string per completed Group, in order: its Objects' Data Digests, concatenated."""
     unknown: Mapping[str, Json] = field(default_factory=dict)
     """JSON members that are not ours, kept when written again (kvcs 14 #14)."""
+    _groups: dict[bytes, bytes] = field(default_factory=dict, compare=False, repr=False)
+    """The JSON of each listed Group, which all versions share that are derived from one another."""
+    _whole: list[bytes] = field(init=False, default_factory=list, compare=False, repr=False)
+    """The JSON of this entry, once it was written, if it is complete."""
 
     def absolute_block(self, object_id: int) -> int:
         """The absolute index of the block that is Object `object_id` of this segment."""  # kvcs 3.4
@@ -65,6 +69,32 @@ class SegmentEntry:
         """Whether `keys`, the Block Keys of a consumer's tokens from block 0 on, cover this very segment."""
         own = keys[self.first_block : self.first_block + self.blocks]
         return len(own) == self.blocks and compare_digest(block_keys_digest(own), self.block_keys_sha256)
+
+    def to_pieces(self) -> list[bytes]:
+        """The JSON of the entry in pieces, of which the large ones are kept for the next version."""
+        if self._whole:
+            return self._whole
+        members: dict[str, Json] = {
+            "segment": self.segment,
+            "first_block": self.first_block,
+            "blocks": self.blocks,
+            "block_keys_sha256": self.block_keys_sha256.hex(),
+            "tracks": [str(track) for track in self.tracks],
+            "complete": self.complete,
+        }
+        pieces = [_json(members)[:-1]]
+        for number, (track, groups) in enumerate(self.object_digests.items()):
+            pieces.append(
+                b",%b:[" % _json(str(track)) if number else b',"object_digests":{%b:[' % _json(str(track))
+            )
+            for index, group in enumerate(groups):
+                pieces += [b","] * bool(index)
+                pieces.append(self._groups.get(group) or self._groups.setdefault(group, _group_json(group)))
+            pieces.append(b"]")
+        pieces.append((b"}" if self.object_digests else b"") + _further(self.unknown))
+        if self.complete:
+            self._whole.append(b"".join(pieces))
+        return self._whole or pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +148,12 @@ class Manifest:
         """The version that marks `segment` complete."""
         return self._with_entry(replace(self._entry(segment), complete=True))
 
-    def to_json(self, *, max_size: int = MAX_MANIFEST_SIZE) -> bytes:
-        """The payload of the manifest track, the same octets in every process.
+    def to_pieces(self, *, max_size: int = MAX_MANIFEST_SIZE) -> list[bytes]:
+        """The payload of the manifest track, the same octets in every process, in pieces.
 
-        Raises InvalidValue if it is larger than `max_size` octets: consumers would refuse it.
+        Versions that are derived from one another share what they have in common, so that all versions of
+        a publication take little more memory than the last. Raises InvalidValue if it is larger than
+        `max_size` octets: consumers would refuse it.
         """
         members = {
             "kvcs": KVCS_VERSION,
@@ -129,16 +161,23 @@ class Manifest:
             "layers": self.descriptor.layers,
             "block_tokens": self.descriptor.block_tokens,
             "deterministic": self.deterministic,
-            "segments": [_entry_members(entry) for entry in self.segments],
-            **self.unknown,
         }
-        data = json.dumps(members, separators=(",", ":"), ensure_ascii=False).encode()
-        if len(data) > max_size:
+        pieces = [_json(members)[:-1] + b',"segments":[']
+        for index, entry in enumerate(self.segments):
+            pieces += [b","] * bool(index)
+            pieces += entry.to_pieces()
+        pieces.append(b"]" + _further(self.unknown))
+        size = sum(map(len, pieces))
+        if size > max_size:
             raise InvalidValue(
-                f"the manifest has {len(data)} octets, more than {max_size}: list fewer object_digests, "
+                f"the manifest has {size} octets, more than {max_size}: list fewer object_digests, "
                 "or choose larger blocks"
             )
-        return data
+        return pieces
+
+    def to_json(self, *, max_size: int = MAX_MANIFEST_SIZE) -> bytes:
+        """The same in one piece. Raises InvalidValue as `to_pieces` does."""
+        return b"".join(self.to_pieces(max_size=max_size))
 
     @classmethod
     def parse(cls, data: bytes | bytearray | memoryview, *, max_size: int = MAX_MANIFEST_SIZE) -> Manifest:
@@ -246,25 +285,18 @@ def check_successor(known: Manifest, new: Manifest) -> None:
                 raise ManifestRejected(f"{where}.object_digests", f"{track}: other digests than before")
 
 
-def _entry_members(entry: SegmentEntry) -> dict[str, Json]:
-    members: dict[str, Json] = {
-        "segment": entry.segment,
-        "first_block": entry.first_block,
-        "blocks": entry.blocks,
-        "block_keys_sha256": entry.block_keys_sha256.hex(),
-        "tracks": [str(track) for track in entry.tracks],
-        "complete": entry.complete,
-    }
-    if entry.object_digests:
-        members["object_digests"] = {
-            str(track): [_split(group.hex()) for group in groups]
-            for track, groups in entry.object_digests.items()
-        }
-    return {**members, **entry.unknown}
+def _json(value: Json) -> bytes:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
 
 
-def _split(digits: str) -> list[str]:
-    return [digits[start : start + 64] for start in range(0, len(digits), 64)]
+def _group_json(group: bytes) -> bytes:
+    digits = group.hex()
+    return _json([digits[start : start + 64] for start in range(0, len(digits), 64)])
+
+
+def _further(unknown: Mapping[str, Json]) -> bytes:
+    """The end of an object that has further members."""
+    return b"," + _json(dict(unknown))[1:] if unknown else b"}"
 
 
 def _parse_entry(members: Json, index: int, first_block: int, layers: int) -> SegmentEntry:

@@ -221,7 +221,7 @@ class Publication:
 
     def _publish_manifest(self) -> None:
         """Object 0 of the next Group (kvcs 5)."""
-        self._manifest_track.append(self._versions, 0, self.manifest.to_json())
+        self._manifest_track.append(self._versions, 0, self.manifest.to_pieces())
         self._manifest_track.end_group(self._versions, 1)
         self._versions += 1
         self._unpublished_layers = 0

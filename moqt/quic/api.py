@@ -150,7 +150,8 @@ class Stream(ABC):
 
         For feeders, which look at `credit`, `Connection.credit` and `Connection.unsent` first. Bytes leave in
         the order of handing over, across all streams; those of a stream without credit let others pass and
-        count as `unsent` until credit comes. The buffer is copied. Outside the feeder it kicks.
+        count as `unsent` until credit comes. Outside the feeder it kicks. The buffer is not copied, unless
+        it is a bytearray: what a memoryview shows must not change until the connection has let go of it.
 
         Raises StreamStopped, ConnectionClosed when writing has been ended for us; UsageError after our own
         FIN or reset.

@@ -406,7 +406,7 @@ class Engine(QuicConnection):
             log: list[dict[str, object]] = []
             if self._quic_logger is not None:
                 for stream_id, _, offset, data, fin in filling.frames:
-                    frame = QuicStreamFrame(data=data, fin=fin, offset=offset)
+                    frame = QuicStreamFrame(data=bytes(data), fin=fin, offset=offset)
                     log.append(self._quic_logger.encode_stream_frame(frame, stream_id=stream_id))
             number = builder._packet_number
             if number >= self._key_update_at:

@@ -6,6 +6,7 @@ aioquic.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from typing import Final, Protocol
@@ -25,6 +26,9 @@ STREAM: Final = 0x08
 STREAM_FIN: Final = 0x01
 STREAM_LENGTH: Final = 0x02
 STREAM_OFFSET: Final = 0x04
+
+MERGED: Final = 4096
+"""Bytes up to which what is handed over becomes one piece: many small ones cost more than a copy."""
 
 BURST: Final = 64
 BURST_SECONDS: Final = 0.002
@@ -67,15 +71,68 @@ class StreamState:
         return 0 if sender._reset_error_code is not None else sender._buffer_stop - sender.highest_offset
 
 
+class Pieces:
+    """What a stream was handed and may still have to send, as it was handed: nothing large is copied."""
+
+    __slots__ = ("_starts", "_views")
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._views: list[memoryview] = []
+
+    def append(self, offset: int, data: Buffer) -> None:
+        """`data` comes at `offset` of the stream. A bytearray is copied: its owner may use it again."""
+        if self._views and len(self._views[-1]) + len(data) <= MERGED:
+            self._views[-1] = memoryview(bytes(self._views[-1]) + data)
+        else:
+            self._starts.append(offset)
+            self._views.append(memoryview(bytes(data) if isinstance(data, bytearray) else data))
+
+    def get(self, start: int, stop: int) -> bytes | memoryview:
+        """The bytes from one offset to another, none of which was dropped."""
+        if start == stop:
+            return b""
+        index = bisect_right(self._starts, start) - 1
+        first = self._starts[index]
+        view = self._views[index][start - first : stop - first]
+        size = stop - start
+        if len(view) == size:
+            return view
+        parts = [view]
+        missing = size - len(view)
+        while missing:
+            index += 1
+            parts.append(self._views[index][:missing])
+            missing -= len(parts[-1])
+        return b"".join(parts)
+
+    def drop(self, stop: int) -> None:
+        """Let go of what lies wholly before an offset."""
+        count = bisect_right(self._starts, stop) - 1
+        if count >= 0 and self._starts[count] + len(self._views[count]) <= stop:
+            count += 1
+        if count > 0:
+            del self._starts[:count], self._views[:count]
+
+    def clear(self) -> None:
+        """Let go of all."""
+        self._starts.clear()
+        self._views.clear()
+
+
 class OrderedSender(QuicStreamSender):
     """A sending half that is quick in the usual case: bytes leave and are acknowledged in order.
 
     Fresh bytes are those from `highest_offset` to `_buffer_stop`; `_pending` holds lost ranges only.
     """
 
+    def __init__(self, stream_id: int | None, writable: bool) -> None:
+        super().__init__(stream_id, writable)
+        self._pieces = Pieces()
+
     def write(self, data: Buffer, end_stream: bool = False) -> None:
         if len(data):
-            self._buffer += data
+            self._pieces.append(self._buffer_stop, data)
             self._buffer_stop += len(data)
             self.buffer_is_empty = False
         if end_stream:
@@ -92,7 +149,7 @@ class OrderedSender(QuicStreamSender):
         """Whether something that was sent before has to be sent again."""
         return bool(len(self._pending)) or (self._pending_eof and self.highest_offset == self._buffer_fin)
 
-    def take(self, size: int, max_offset: int) -> tuple[int, bytes, bool] | None:
+    def take(self, size: int, max_offset: int) -> tuple[int, bytes | memoryview, bool] | None:
         """The next frame of at most `size` bytes, as (offset, data, fin); None if nothing may be sent."""
         if len(self._pending):
             start, stop = self._pending[0].start, self._pending[0].stop
@@ -113,10 +170,10 @@ class OrderedSender(QuicStreamSender):
             self._pending_eof = False
         if self.highest_offset == self._buffer_stop and not self._pending_eof and not len(self._pending):
             self.buffer_is_empty = True
-        first = start - self._buffer_start
-        return start, bytes(self._buffer[first : first + stop - start]), fin
+        return start, self._pieces.get(start, stop), fin
 
     def on_data_delivery(self, delivery: QuicDeliveryState, start: int, stop: int, fin: bool) -> None:
+        # aioquic's buffer is empty here: it does the reckoning, which says what is not needed any more.
         if (
             delivery is QuicDeliveryState.ACKED
             and start == self._buffer_start
@@ -125,14 +182,14 @@ class OrderedSender(QuicStreamSender):
             and not len(self._acked)
         ):
             self._buffer_start = stop
-            del self._buffer[: stop - start]
         else:
             super().on_data_delivery(delivery, start, stop, fin)
+        self._pieces.drop(self._buffer_start)
 
     def reset(self, error_code: int) -> None:
         super().reset(error_code)
         if self._reset_error_code is not None:
-            self._buffer.clear()
+            self._pieces.clear()
 
 
 class Filling:
@@ -145,8 +202,8 @@ class Filling:
         self.credit = credit
         self.fresh = 0
         self.full = False
-        self.frames: list[tuple[int, StreamState, int, bytes, bool]] = []
-        self.pieces: list[bytes] = []
+        self.frames: list[tuple[int, StreamState, int, bytes | memoryview, bool]] = []
+        self.pieces: list[bytes | memoryview] = []
 
 
 class SendQueue:

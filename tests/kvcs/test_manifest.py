@@ -257,6 +257,27 @@ def test_size_is_bounded_before_parsing() -> None:
         FULL.to_json(max_size=len(data) - 1)
 
 
+def test_all_versions_take_little_more_memory_than_the_last() -> None:
+    """A prefill in many chunks has many versions, each with the digests of all chunks before it."""
+    chunks, layers = 12, DESCRIPTOR.layers
+    manifest, versions = Manifest(DESCRIPTOR), []
+    for segment in range(chunks):
+        manifest = manifest.with_segment(
+            [bytes((segment, block)) * 16 for block in range(100)], tracks(segment)
+        )
+        for layer in range(layers):
+            for track in tracks(segment):
+                names = [(segment, layer, str(track), block) for block in range(100)]
+                manifest = manifest.with_group(track, digests(*names))
+            if layer == layers - 1:
+                manifest = manifest.with_complete(segment)
+            versions.append(manifest.to_pieces())
+    kept = {id(piece): len(piece) for pieces in versions for piece in pieces}
+    assert sum(sum(map(len, pieces)) for pieces in versions) > 10 * len(manifest.to_json())
+    assert sum(kept.values()) < 2.2 * len(manifest.to_json())
+    assert Manifest.parse(b"".join(versions[-1])) == manifest
+
+
 def test_bomb_of_values_costs_little_memory() -> None:
     bomb = b"[" + b"[]," * (MAX_MANIFEST_SIZE // 3 - 8) + b"[]]"
     tracemalloc.start()
