@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from typing import Final
 
 from kvcs.assembly import SegmentAssembly
@@ -231,7 +231,12 @@ class _TrackRetrieval:
         times: int = 1,
     ) -> None:
         """Count for what is missing that it did not come; when that happens too often its layer is lost."""
-        failed = [where for where in self._missing(first, last) if where not in but]
+        failed = [
+            where
+            for layer, blocks in self._missing(first, last)
+            for block in blocks
+            if (where := Location(layer, block)) not in but
+        ]
         if failed:
             self._progress.note(why)
         for where in failed:
@@ -250,27 +255,35 @@ class _TrackRetrieval:
             return location_filter, ()
         return location_filter, (RangeFilter(RangeKind.OBJECTID, ((0, blocks - 1),)),)
 
-    def _missing(self, first: Location, last: Location) -> Iterator[Location]:
-        """What of `first` to `last` is not here and may still come."""
+    def _missing(self, first: Location, last: Location) -> Iterator[tuple[int, Sequence[int]]]:
+        """What of `first` to `last` is not here and may still come: layers, and the blocks of each."""
         for layer in range(first.group, last.group + 1):
-            for block in self._assembly.missing_of(self._track, layer):
-                where = Location(layer, block)
-                if first <= where <= last and self._failures[where] < ATTEMPTS:
-                    yield where
+            low = first.object if layer == first.group else 0
+            high = last.object if layer == last.group else self._assembly.blocks - 1
+            blocks = self._assembly.missing_of(self._track, layer)
+            if low or high < self._assembly.blocks - 1 or self._failures:
+                blocks = [
+                    block
+                    for block in blocks
+                    if low <= block <= high and self._failures[Location(layer, block)] < ATTEMPTS
+                ]
+            if blocks:
+                yield layer, blocks
 
     def _runs(self, first: Location, last: Location) -> list[tuple[Location, Location]]:
         """The same in runs without a gap: (first, last) of each."""
         runs: list[tuple[Location, Location]] = []
-        following: Location | None = None
-        for where in self._missing(first, last):
-            if where == following:
-                runs[-1] = runs[-1][0], where
-            else:
-                runs.append((where, where))
-            following = _after(where)
-            if following.object == self._assembly.blocks:
-                following = Location(where.group + 1, 0)
+        for layer, blocks in self._missing(first, last):
+            for low, high in _spans(blocks):
+                start = Location(layer, low)
+                if runs and self._next(runs[-1][1]) == start:
+                    start = runs.pop()[0]
+                runs.append((start, Location(layer, high)))
         return runs
+
+    def _next(self, location: Location) -> Location:
+        last = location.object == self._assembly.blocks - 1
+        return Location(location.group + 1, 0) if last else _after(location)
 
     def _take(self, item: ReceivedObject) -> bool:
         """Place an Object, if it is wanted. False if it is discarded because a check failed (kvcs 4): then it
@@ -291,6 +304,18 @@ class _TrackRetrieval:
         self._placed += 1
         self._progress.placed(self._assembly.entry.segment, layer, usable)
         return True
+
+
+def _spans(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The first and the last of each run of ascending numbers without a gap."""
+    if isinstance(numbers, range):
+        yield numbers[0], numbers[-1]
+        return
+    start = 0
+    for index in range(1, len(numbers) + 1):
+        if index == len(numbers) or numbers[index] != numbers[index - 1] + 1:
+            yield numbers[start], numbers[index - 1]
+            start = index
 
 
 def _after(location: Location) -> Location:

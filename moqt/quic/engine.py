@@ -102,7 +102,7 @@ class Engine(QuicConnection):
             (self._local_max_streams_uni, options.max_uni_streams),
         ):
             limit.value = limit.sent = streams
-        self._loss._pacer = Pacer(max_datagram_size=self._max_datagram_size)
+        self._loss._pacer = Pacer(self._loss._cc, max_datagram_size=self._max_datagram_size)
         self.unsent = 0
         self._owner = owner
         self._window = options.max_data

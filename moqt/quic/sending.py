@@ -13,6 +13,7 @@ from typing import Final, Protocol
 
 from aioquic import tls
 from aioquic.buffer import encode_uint_var
+from aioquic.quic.congestion.base import QuicCongestionControl
 from aioquic.quic.packet import QuicPacketType
 from aioquic.quic.packet_builder import QuicDeliveryState, QuicSentPacket
 from aioquic.quic.recovery import K_MICRO_SECOND, QuicPacketPacer
@@ -32,6 +33,12 @@ MERGED: Final = 4096
 
 BURST: Final = 64
 BURST_SECONDS: Final = 0.002
+
+PACE_AT_START: Final = 2.0
+"""Congestion windows in a round trip during slow start, as Linux does for TCP."""
+
+PACE: Final = 1.25
+"""The same afterwards (RFC 9002 7.7)."""
 
 Handlers = list[tuple[Callable[..., None], tuple[object, ...]]]
 """Whom a packet's fate is told to: (handler, arguments after the delivery state)."""
@@ -324,9 +331,18 @@ class Pacer(QuicPacketPacer):
     """Lets through what is due in 2 ms at once, up to one system call's worth.
 
     aioquic stops at 16 datagrams; timers of asyncio come every ms at best, which is 23 MB/s (spec/quic.md).
+    It also sends one window in a round trip, which the window then never outgrows when the round trip was
+    measured while both ends did their handshake: RFC 9002 7.7 wants more than one.
     """
 
+    def __init__(self, congestion: QuicCongestionControl, *, max_datagram_size: int) -> None:
+        super().__init__(max_datagram_size=max_datagram_size)
+        self._congestion = congestion
+
     def update_rate(self, congestion_window: int, smoothed_rtt: float) -> None:
-        super().update_rate(congestion_window, smoothed_rtt)
-        rate = congestion_window / max(smoothed_rtt, K_MICRO_SECOND)
+        threshold = self._congestion.ssthresh
+        starting = threshold is None or congestion_window < threshold
+        paced = int(congestion_window * (PACE_AT_START if starting else PACE))
+        super().update_rate(paced, smoothed_rtt)
+        rate = paced / max(smoothed_rtt, K_MICRO_SECOND)
         self.bucket_max = max(self.bucket_max, min(BURST_SECONDS, BURST * self._max_datagram_size / rate))
