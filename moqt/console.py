@@ -23,6 +23,7 @@ __all__ = [
     "USAGE",
     "Connecting",
     "Console",
+    "Signals",
     "add_connection",
     "host_and_port",
     "options_of",
@@ -51,6 +52,8 @@ class Connecting:
         QuicOptions().max_datagram_size,
         "OCTETS",
         "UDP payload; up to 8900 with jumbo frames, 16000 on loopback",
+        least=1200,
+        most=16000,
     )
     verbose: int = option(0, "N", "log more (twice: everything)", least=0, flag="v")
 
@@ -140,23 +143,33 @@ def run(
         console.close()
 
 
+class Signals:
+    """SIGINT and SIGTERM, which don't end the process while the block runs: `next` tells of each."""
+
+    _NUMBERS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self._came: asyncio.Queue[str] = asyncio.Queue()
+
+    def __enter__(self) -> Signals:
+        for number in self._NUMBERS:
+            asyncio.get_running_loop().add_signal_handler(number, self._came.put_nowait, number.name)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in self._NUMBERS:
+            asyncio.get_running_loop().remove_signal_handler(number)
+
+    async def next(self) -> str:
+        """The name of the next one."""
+        return await self._came.get()
+
+
 async def until_told(seconds: float | None = None) -> str:
     """Wait for SIGINT or SIGTERM, or for `seconds` to pass; returns which."""
-    loop = asyncio.get_running_loop()
-    told: asyncio.Future[str] = loop.create_future()
-
-    def tell(name: str) -> None:
-        if not told.done():
-            told.set_result(name)
-
-    signals = (signal.SIGINT, signal.SIGTERM)
-    for number in signals:
-        loop.add_signal_handler(number, tell, number.name)
-    try:
-        async with asyncio.timeout(seconds):
-            return await told
-    except TimeoutError:
-        return f"{seconds:g} s are over"
-    finally:
-        for number in signals:
-            loop.remove_signal_handler(number)
+    with Signals() as signals:
+        try:
+            async with asyncio.timeout(seconds):
+                return await signals.next()
+        except TimeoutError:
+            return f"{seconds:g} s are over"

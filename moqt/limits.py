@@ -23,6 +23,12 @@ class Limits:
     """
     suspicion: float = 0.5
     """The same, for any data stream that is due, when a stream was reset before it said whose it is."""
+    max_announcements: int = 256
+    """PUBLISH_NAMESPACEs of the peer that may stand at once; more are answered EXCESSIVE_LOAD (moqt 21). A
+    relay that dials us announces what is below it.
+    """
+    max_prefixes: int = 64
+    """SUBSCRIBE_NAMESPACEs of the peer that may stand at once; more are answered EXCESSIVE_LOAD."""
     max_namespaces: int = 65536
     """Namespaces that a SUBSCRIBE_NAMESPACE of ours may bring; at more it is cancelled (moqt 21)."""
     max_object_size: int = 64 * 1024 * 1024

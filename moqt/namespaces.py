@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from moqt.errors import (
     ProtocolError,
     RequestCode,
     RequestRefused,
+    RequestRejected,
     ResetCode,
     SessionClosed,
     SessionCode,
@@ -173,23 +175,31 @@ async def announce(session: Session) -> None:
 
 
 async def _announce_one(session: Session, namespace: TrackNamespace, withdrawn: asyncio.Event) -> None:
-    try:
-        announcement = await session.publish_namespace(namespace)
-    except (SessionClosed, ConnectionLost):
-        return
-    except MoqtError as error:
-        logger.error(
-            "%s: %s was not announced: %s", session.connection.id, format_namespace(namespace), error
-        )
-        return
-    await withdrawn.wait()
-    await announcement.close()
+    while not withdrawn.is_set():
+        try:
+            announcement = await session.publish_namespace(namespace)
+        except (SessionClosed, ConnectionLost):
+            return
+        except MoqtError as error:
+            again = error.retry_after if isinstance(error, RequestRejected) else None
+            log = logger.error if again is None else logger.warning
+            log("%s: %s was not announced: %s", session.connection.id, format_namespace(namespace), error)
+            if again is None:
+                return
+            with suppress(TimeoutError):  # moqt 4.2: the peer invites us to try again then.
+                async with asyncio.timeout(max(again, 0.1)):
+                    await withdrawn.wait()
+        else:
+            await withdrawn.wait()
+            await announcement.close()
 
 
 async def take_namespace(
     session: Session, stream: RequestStream, message: PublishNamespace, authority: Authority
 ) -> None:
-    """Accept a PUBLISH_NAMESPACE, and note it in `session.peer_namespaces` while it lasts."""
+    """Accept a PUBLISH_NAMESPACE, and note it in `session.peer_namespaces` while it lasts. Raises
+    RequestRefused before the reply.
+    """
 
     async def update(_message: RequestUpdate) -> None:
         # It can only bring a token (moqt 5.2).
@@ -197,6 +207,9 @@ async def take_namespace(
 
     over = asyncio.Event()
     known = session.peer_namespaces
+    limit = session.limits.max_announcements
+    if sum(known.values()) >= limit:
+        raise RequestRefused(RequestCode.EXCESSIVE_LOAD, f"{limit} namespaces are announced already")
     known[message.namespace] = known.get(message.namespace, 0) + 1
     if known[message.namespace] == 1:
         session.tracks.offered(session, message.namespace, True)
@@ -320,10 +333,15 @@ class _NamespaceFeed:
             await self._stream.send(message)
 
     def _claim(self, prefix: TrackNamespace, *, instead_of: TrackNamespace | None = None) -> None:
-        """Note a prefix of this session. Raises RequestRefused when it overlaps with another one."""
+        """Note a prefix of this session. Raises RequestRefused when it overlaps with another one, or is one
+        too many.
+        """
         taken = list(self._session.publishing.prefixes)
         if instead_of is not None:
             taken.remove(instead_of)
+        limit = self._session.limits.max_prefixes
+        if len(taken) >= limit:
+            raise RequestRefused(RequestCode.EXCESSIVE_LOAD, f"{limit} prefixes are watched already")
         if any(is_prefix(prefix, known) or is_prefix(known, prefix) for known in taken):
             raise RequestRefused(
                 RequestCode.PREFIX_OVERLAP, "the prefix overlaps with another one of this session"

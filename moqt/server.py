@@ -12,7 +12,7 @@ from moqt.authorization import Policy
 from moqt.errors import DoneCode, MoqtError, SessionCode
 from moqt.limits import Limits
 from moqt.quic.api import Connection, QuicOptions
-from moqt.quic.udp import Listener, listen
+from moqt.quic.udp import Listener, ListenLimits, listen
 from moqt.session import Session
 from moqt.track import Tracks
 from moqt.wire import DRAFT_22
@@ -59,6 +59,15 @@ class Server:
     async def finish(self, code: DoneCode, *, deadline: float) -> None:
         """End all subscriptions of all sessions with PUBLISH_DONE `code`; `deadline` seconds at most."""
         await asyncio.gather(*(session.finish(code, deadline=deadline) for session in list(self.sessions)))
+
+    async def leave(self, *, deadline: float) -> None:
+        """Take no more sessions, ask those that are here to leave, and let what is in flight arrive: each
+        subscription ends with PUBLISH_DONE GOING_AWAY (moqt 16). Sessions that have not taken all within
+        `deadline` seconds are closed with GOAWAY_TIMEOUT.
+        """
+        if self._listener is not None:
+            self._listener.refuse()
+        await asyncio.gather(*(_leave(session, deadline) for session in list(self.sessions)))
 
     def accept(self, connection: Connection) -> None:
         """Take over a new connection."""
@@ -108,6 +117,20 @@ class Server:
             await self._listener.wait_closed()
 
 
+async def _leave(session: Session, deadline: float) -> None:
+    try:
+        async with asyncio.timeout(deadline):
+            await session.goaway(timeout=deadline)
+        whole = await session.finish(DoneCode.GOING_AWAY, deadline=deadline)
+    except TimeoutError:
+        whole = False
+    except MoqtError as error:
+        logger.info("%s: the session did not end in order: %s", session.connection.id, error)
+        return
+    if not whole:
+        session.abort(SessionCode.GOAWAY_TIMEOUT, "requests were left after GOAWAY")
+
+
 @asynccontextmanager
 async def serve(
     host: str,
@@ -121,9 +144,11 @@ async def serve(
     policy: Policy | None = None,
     options: QuicOptions | None = None,
     limits: Limits | None = None,
+    listening: ListenLimits | None = None,
 ) -> AsyncIterator[Server]:
     """Listen on `host` ("::" takes IPv4 too) and `port` (0: any) until the end of the block; all sessions
-    offer `tracks`, to whom `policy` allows it (default: to everybody).
+    offer `tracks`, to whom `policy` allows it (default: to everybody). `limits` are for each session,
+    `listening` for all connections.
 
     `certificate` and `key` are PEM files. `on_session` runs for each session once SETUP is done; the session
     goes on after it returns, until it is closed. Raises UsageError for files that can't be used, OSError for
@@ -138,6 +163,7 @@ async def serve(
         alpn=[DRAFT_22.alpn],
         options=options or QuicOptions(),
         on_connection=server.accept,
+        limits=listening,
     )
     try:
         yield server

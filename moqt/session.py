@@ -168,9 +168,9 @@ class Session:
         for made in list(self._requests):
             made.fail(session_error(closed))
 
-    async def finish(self, code: DoneCode, *, deadline: float) -> None:
+    async def finish(self, code: DoneCode, *, deadline: float) -> bool:
         """End all that we serve with PUBLISH_DONE `code`, and wait until each subscriber has seen all of it,
-        `deadline` seconds at most.
+        `deadline` seconds at most; whether it has.
         """
         try:
             async with asyncio.timeout(deadline):
@@ -179,6 +179,8 @@ class Session:
                 await self.connection.ping()
         except (TimeoutError, ConnectionClosed):
             logger.info("%s: the peer did not take all that was sent before the end", self.connection.id)
+            return False
+        return True
 
     async def wait_closed(self) -> MoqtError:
         """Wait for the end of the session and return what ended it: SessionClosed or ConnectionLost."""

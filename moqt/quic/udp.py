@@ -15,7 +15,7 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from aioquic._buffer import Buffer
 from aioquic.quic.configuration import QuicConfiguration
@@ -89,12 +89,19 @@ async def dial(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListenLimits:
-    """What a listener allows. `retry` makes clients prove their address first (costs a round trip)."""
+    """What a listener allows. A client that comes when `connections` are open, in all or from its address,
+    gets no answer, and neither does one whose handshake takes more than `handshake_seconds`.
+
+    `retry` tells when clients must prove their address first, by a Retry packet that costs a round trip
+    (RFC 9000 8.1.2): "load" is while `busy` or more handshakes are under way. Tickets are never issued, so
+    there is no 0-RTT, which could be replayed.
+    """
 
     connections: int = 1000
     connections_per_address: int = 256
     handshake_seconds: float = 5.0
-    retry: bool = False
+    retry: Literal["never", "load", "always"] = "never"
+    busy: int = 32
 
 
 async def listen(
@@ -139,8 +146,11 @@ class Listener:
         self._options = options
         self._on_connection = on_connection
         self._limits = limits
-        self._retry = QuicRetryTokenHandler() if limits.retry else None
+        self._retry = QuicRetryTokenHandler()
+        self.refused = 0
+        """First packets that a limit left without an answer."""
         self._loop = asyncio.get_running_loop()
+        self._refusing = False
         self._closing = False
         self._over: asyncio.Future[None] = self._loop.create_future()
         self._ports = [_ServerPort(sock, self) for sock in sockets]
@@ -155,10 +165,19 @@ class Listener:
         """Connections that live, those in their handshake included."""
         return sum(len(port.connections) for port in self._ports)
 
+    @property
+    def handshakes(self) -> int:
+        """Connections whose handshake is not complete."""
+        return sum(not connection.ready for port in self._ports for connection in port.connections)
+
+    def refuse(self) -> None:
+        """Take no more connections; those that are here stay."""
+        self._refusing = True
+
     def close(self, code: int = 0, reason: str = "") -> None:
         """Take no more connections and close all with an application code. Idempotent."""
         if not self._closing:
-            self._closing = True
+            self._closing = self._refusing = True
             for port in self._ports:
                 for connection in list(port.connections):
                     connection.close(code, reason)
@@ -178,19 +197,28 @@ class Listener:
             if not self._over.done():
                 self._over.set_result(None)
 
+    def _must_prove(self, header: QuicHeader) -> bool:
+        """Whether the client must prove its address. One that brings a token is held to it, since its Retry
+        may have come while there was more load.
+        """
+        if self._limits.retry == "load":
+            return bool(header.token) or self.handshakes >= self._limits.busy
+        return self._limits.retry == "always"
+
     def admit(self, port: _ServerPort, header: QuicHeader, address: Address) -> AioquicConnection | None:
         """A client's first packet: make a connection of it, ask for proof of its address, or drop it."""
         limits = self._limits
         host = address[0]
         if (
-            self._closing
+            self._refusing
             or self.connections >= limits.connections
             or sum(connection.host == host for p in self._ports for connection in p.connections)
             >= limits.connections_per_address
         ):
+            self.refused += 1
             return None
         original, retry_source = header.destination_cid, None
-        if self._retry is not None:
+        if self._must_prove(header):
             now = self._loop.time()
             if not header.token:
                 retry_source = os.urandom(CONNECTION_ID_SIZE)

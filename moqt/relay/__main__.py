@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import ipaddress
-import logging
 import os
 import sys
 from contextlib import AbstractAsyncContextManager
 
 from moqt.client import connect
-from moqt.console import OK, USAGE, Console, host_and_port, options_of, run, until_told
-from moqt.errors import DoneCode, MoqtError, UsageError
+from moqt.console import OK, USAGE, Console, Signals, host_and_port, run
+from moqt.errors import UsageError
 from moqt.options import add_flags, load
 from moqt.relay.config import PREFIX, Settings
 from moqt.relay.relay import Relay
@@ -67,11 +67,11 @@ async def relay(settings: Settings, console: Console) -> int:
     host, port = _loopback_and_port(settings.listen)
     for uri in settings.upstream:
         MoqtUri.parse(uri)
-    options = options_of(settings)
+    options, limits = settings.options, settings.limits
     made = Relay(cache_bytes=settings.cache_bytes, linger=settings.linger)
 
     def dial(uri: str) -> AbstractAsyncContextManager[Session]:
-        return connect(uri, ca=settings.ca, tracks=made.upward, announce=True, options=options)
+        return connect(uri, ca=settings.ca, tracks=made.upward, announce=True, options=options, limits=limits)
 
     def tell(what: Upstream) -> None:
         event, text = (
@@ -85,25 +85,34 @@ async def relay(settings: Settings, console: Console) -> int:
         console.tell(event, text, uri=what.uri, error=what.error)
 
     try:
-        async with serve(
-            host, port, certificate=settings.cert, key=settings.key, tracks=made.tracks, options=options
-        ) as server:
-            console.tell(
-                "listening",
-                f"listening on {', '.join(server.addresses)}",
-                addresses=server.addresses,
-                port=server.port,
-            )
-            if settings.upstream:
-                made.spawn(keep_upstream(made, settings.upstream, dial, tell), "upstream")
-            reason = await until_told()
-            # moqt 16: nobody asks for more; what is in flight arrives, and then each one is told to go.
-            for session in list(server.sessions):
-                try:
-                    await session.goaway(timeout=settings.drain)
-                except MoqtError as error:
-                    logging.getLogger(__name__).info("%s: %s", session.connection.id, error)
-            await server.finish(DoneCode.GOING_AWAY, deadline=settings.drain)
+        with Signals() as signals:
+            async with serve(
+                host,
+                port,
+                certificate=settings.cert,
+                key=settings.key,
+                tracks=made.tracks,
+                options=options,
+                limits=limits,
+                listening=settings.listening,
+            ) as server:
+                console.tell(
+                    "listening",
+                    f"listening on {', '.join(server.addresses)}",
+                    addresses=server.addresses,
+                    port=server.port,
+                )
+                if settings.upstream:
+                    made.spawn(keep_upstream(made, settings.upstream, dial, tell), "upstream")
+                reason = await signals.next()
+                console.tell("draining", f"{reason}: leaving within {settings.drain:g} s", reason=reason)
+                leaving = asyncio.create_task(server.leave(deadline=settings.drain))
+                again = asyncio.create_task(signals.next())  # Then at once.
+                await asyncio.wait((leaving, again), return_when=asyncio.FIRST_COMPLETED)
+                for task in (leaving, again):
+                    task.cancel()
+                if leaving.done():
+                    leaving.result()
             console.tell("end", f"{reason}: left", reason=reason)
     finally:
         await made.close()

@@ -9,13 +9,14 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from moqt.errors import DoneCode, RequestRejected, SessionClosed, SessionCode
+from moqt.errors import DoneCode, RequestCode, RequestRejected, SessionClosed, SessionCode
 from moqt.limits import Limits
+from moqt.quic.api import QuicOptions
 from moqt.quic.memory import Link, pair
 from moqt.server import Server, SessionHandler
 from moqt.session import Session
 from moqt.track import Track, Tracks
-from tests.moqt.ends import NAME, Peer, collect, places, publish_groups, take
+from tests.moqt.ends import NAME, Peer, collect, objects_of, places, publish_groups, take
 
 pytestmark = pytest.mark.virtual
 
@@ -156,3 +157,46 @@ async def test_finish() -> None:
         with pytest.raises(RequestRejected):
             await subscription.update(priority=1)
         stuck.connection._link.resume()  # type: ignore[attr-defined]  # the memory link behind it
+
+
+@pytest.mark.parametrize("stuck", ["unread", "stalled", "idle"])
+async def test_leave(stuck: str) -> None:
+    """Those who read get all and PUBLISH_DONE GOING_AWAY, whatever others do; who does not is closed with
+    GOAWAY_TIMEOUT when the time is over.
+    """
+    tracks = offered()
+    track = next(iter(tracks))
+    async with serving(tracks) as server, client_of(server) as good:
+        link = pair(client=QuicOptions(max_data=1 << 16, max_stream_data=1 << 14))
+        server.accept(link.server)
+        async with Session(link.client, limits=Limits(receive_buffer=1000)) as other:
+            subscription = await good.subscribe(NAME)
+            left = await other.subscribe(NAME)
+            if stuck == "stalled":
+                link.stall()
+            publish_groups(track, range(3), 2)
+            for number in range(40):
+                track.append(3, number, bytes(1 << 14))
+            track.end_group(3, 40)
+            if stuck == "idle":
+                await left.close()
+            leaving = asyncio.ensure_future(server.leave(deadline=7))
+            async with asyncio.timeout(6):
+                items = await collect(subscription)
+            assert len(objects_of(items)) == 46
+            assert subscription.done is not None
+            assert subscription.done.status == DoneCode.GOING_AWAY
+            assert good.goaway_received.is_set()
+            with pytest.raises(RequestRejected) as refused:
+                await good.track_status(NAME)
+            assert refused.value.code == RequestCode.GOING_AWAY
+            async with asyncio.timeout(8):
+                await leaving
+            link.resume()
+            if stuck == "idle":
+                assert not other.closed
+            else:
+                error = await other.wait_closed()
+                assert isinstance(error, SessionClosed)
+                assert error.code == SessionCode.GOAWAY_TIMEOUT
+            assert not good.closed

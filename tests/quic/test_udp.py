@@ -364,14 +364,34 @@ def test_options_are_checked(wrong: dict[str, Any]) -> None:
 
 
 async def test_retry(certificates: Certificates) -> None:
-    async with serving(certificates, limits=ListenLimits(retry=True)) as server:
+    async with serving(certificates, limits=ListenLimits(retry="always")) as server:
         client = await dial("127.0.0.1", server.port, alpn=ALPN, ca=certificates.ca)
         await echo_once(client, await server.connections.get(), b"after a retry")
         await finish(client)
 
 
+async def test_retry_under_load(certificates: Certificates) -> None:
+    """While handshakes are under way that may be of nobody, a client must prove its address."""
+    async with serving(certificates, limits=ListenLimits(retry="load", busy=2)) as server:
+        first = await dial("127.0.0.1", server.port, alpn=ALPN, ca=certificates.ca)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            sock.bind(("127.0.0.1", 0))
+            sock.settimeout(5)
+            answers = []
+            for _ in range(3):
+                sock.sendto(first_flight(certificates), ("127.0.0.1", server.port))
+                answers.append((await asyncio.to_thread(sock.recv, 2000))[0])
+            retries = [answer & 0xF0 == 0xF0 for answer in answers]  # RFC 9000 17.2.5: type 3
+            assert (retries[0], retries[-1]) == (False, True)
+        assert server.listener.handshakes == 2
+        second = await dial("127.0.0.1", server.port, alpn=ALPN, ca=certificates.ca)
+        for client in (first, second):
+            await echo_once(client, await server.connections.get(), b"proven or not")
+        await finish(first, second)
+
+
 async def test_a_made_up_retry_token_makes_no_connection(certificates: Certificates) -> None:
-    async with serving(certificates, limits=ListenLimits(retry=True)) as server:
+    async with serving(certificates, limits=ListenLimits(retry="always")) as server:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
             for token in (b"x", bytes(100)):
                 sock.sendto(first_flight(certificates, token), ("127.0.0.1", server.port))
@@ -387,6 +407,7 @@ async def test_connections_are_limited(certificates: Certificates, limits: Liste
         with pytest.raises(DeadlineExceeded):
             await dial("127.0.0.1", server.port, alpn=ALPN, ca=certificates.ca, deadline=0.2)
         assert server.listener.connections == 2
+        assert server.listener.refused > 0
         await finish(*clients)
         await until(lambda: not server.listener.connections)
         await finish(await dial("127.0.0.1", server.port, alpn=ALPN, ca=certificates.ca))

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+import moqt
+from moqt import FullTrackName, Limits, QuicOptions, ReceivedObject, Track, Tracks
+from moqt.errors import ConnectionLost, DeadlineExceeded, DoneCode, SessionClosed
 from tests.kvcs.test_commands import BLOCK_TOKENS, BLOCKS, LAYERS, Place, place, run, running, same
 
 __all__ = ["place"]  # The fixture.
@@ -84,3 +87,49 @@ async def test_a_configuration_file(place: Place, tmp_path: Path) -> None:
         await command.until("listening")
         command.process.send_signal(signal.SIGTERM)
         assert (await command.end())[0] == 0
+
+
+async def test_told_to_go_under_load(place: Place) -> None:
+    """A reader gets what is in flight and is told; one that is stuck holds the relay up, until the time for
+    it is over or, here, until the relay is told a second time.
+    """
+    name = FullTrackName((b"n",), b"t")
+    tracks, track = Tracks(), Track(name, one_subgroup=True)
+    tracks.add(track)
+    tracks.announce(name.namespace)
+    ca = place.certificates.ca
+    small = QuicOptions(max_data=1 << 16, max_stream_data=1 << 14)
+    async with running([*relay(place), "--drain", "600"]) as command:
+        uri = f"moqt://localhost:{(await command.until('listening'))['port']}"
+        async with (
+            moqt.connect(uri, ca=ca, tracks=tracks),
+            moqt.connect(uri, ca=ca) as good,
+            moqt.connect(uri, ca=ca, options=small, limits=Limits(receive_buffer=1000)) as stuck,
+            await good.subscribe_namespace(name.namespace) as watch,
+        ):
+            await anext(watch)
+            taken = await good.subscribe(name)
+            left = await stuck.subscribe(name)
+            for group in range(20):
+                for number in range(4):
+                    track.append(group, number, bytes([group]) * 100_000)
+                track.end_group(group, 4)
+            first = await anext(taken)
+            command.process.send_signal(signal.SIGTERM)
+            assert (await command.until("draining"))["reason"] == "SIGTERM"
+            items = [first, *[item async for item in taken]]
+            assert taken.done is not None
+            assert taken.done.status == DoneCode.GOING_AWAY
+            places = [item.location for item in items if isinstance(item, ReceivedObject) and item.payload]
+            assert len(set(places)) == len(places)
+            assert good.goaway_received.is_set()
+            with pytest.raises((DeadlineExceeded, ConnectionLost)):
+                async with moqt.connect(uri, ca=ca, deadline=0.5):
+                    pass
+            assert command.process.returncode is None
+            command.process.send_signal(signal.SIGINT)
+            code, events, errors = await command.end()
+            assert (code, errors) == (0, "")
+            assert events[-1] == {"event": "end", "reason": "SIGTERM"}
+            assert isinstance(await stuck.wait_closed(), SessionClosed)
+            await left.close()
