@@ -80,21 +80,12 @@ Bytes: TypeAlias = bytes | Callable[[Ids], bytes]
 """What the hostile peer says; some of it depends on the Request IDs, which depend on its role."""
 
 
-class Hostile:
-    """The hostile peer, and what the test sees of the session that it talks to."""
+class Speaker:
+    """A raw end of a connection: it says what it is told to say, byte by byte."""
 
-    def __init__(self, session: Session, connection: Connection) -> None:
-        self.session = session
+    def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self.ids = Ids(0, 1) if connection.is_client else Ids(1, 0)
         self.control: Stream | None = None
-        self.asked: list[asyncio.Task[object]] = []
-        """What the application of the session is doing."""
-        self.uni: list[Stream] = []
-        """The data streams that the session opened and that were taken."""
-
-    def spell(self, data: Bytes) -> bytes:
-        return data if isinstance(data, bytes) else data(self.ids)
 
     async def open_control(self, data: bytes, *, fin: bool = False) -> Stream:
         """Our control stream, which starts with `data`."""
@@ -117,6 +108,22 @@ class Hostile:
 
     async def stream(self, data: bytes, *, fin: bool = False) -> Stream:
         return await self.open(data, bidirectional=False, fin=fin)
+
+
+class Hostile(Speaker):
+    """The hostile peer, and what the test sees of the session that it talks to."""
+
+    def __init__(self, session: Session, connection: Connection) -> None:
+        super().__init__(connection)
+        self.session = session
+        self.ids = Ids(0, 1) if connection.is_client else Ids(1, 0)
+        self.asked: list[asyncio.Task[object]] = []
+        """What the application of the session is doing."""
+        self.uni: list[Stream] = []
+        """The data streams that the session opened and that were taken."""
+
+    def spell(self, data: Bytes) -> bytes:
+        return data if isinstance(data, bytes) else data(self.ids)
 
     async def accept(self) -> Stream:
         """The next request stream of the session; what comes before it is kept in `uni`."""
