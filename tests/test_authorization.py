@@ -305,3 +305,44 @@ async def test_a_renewal_that_overtakes_a_check_wins() -> None:
     assert not lost.done()
     assert await lost == EXPIRED
     assert asyncio.get_running_loop().time() == 32 + 30 + 2
+
+
+async def test_what_is_told_when_it_is_lost() -> None:
+    """Whoever asked for it, then or later; and updates come too late."""
+    told: list[Denied] = []
+    policy = Scripted(Allowed(revalidate_after=30), EXPIRED)
+    authority = await Authority.obtain(policy, wanted())
+    authority.check()
+    authority.when_lost(told.append)
+    await authority.watch()
+    assert told == [EXPIRED]
+    authority.when_lost(told.append)
+    assert told == [EXPIRED, EXPIRED]
+    with pytest.raises(RequestRefused):
+        authority.check()
+    with pytest.raises(RequestRefused) as caught:
+        await authority.update([NEW])
+    assert caught.value.code is EXPIRED.code
+    assert len(policy.asked) == 2
+
+
+async def test_a_renewal_that_is_decided_after_the_loss() -> None:
+    class Slow:
+        async def decide(self, request: AccessRequest) -> Decision:
+            await asyncio.sleep(4 if request.action is Action.REQUEST_UPDATE else 0)
+            return EXPIRED if asyncio.get_running_loop().time() == 30 else Allowed(revalidate_after=30)
+
+    authority = await Authority.obtain(Slow(), wanted())
+    watching = asyncio.create_task(authority.watch())
+    await asyncio.sleep(28)
+    with pytest.raises(RequestRefused):
+        await authority.update([NEW])
+    await watching
+
+
+@pytest.mark.parametrize(("lasts", "told"), [(300.0, 280_000), (20.0004, 1), (5.0, 1), (None, None)])
+async def test_expires(lasts: float | None, told: int | None) -> None:
+    """In milliseconds; never 0, which would mean: for ever (moqt 5.3)."""
+    authority = await Authority.obtain(Scripted(Allowed(expires_after=lasts)), wanted())
+    await asyncio.sleep(20)
+    assert authority.expires == told

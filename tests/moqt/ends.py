@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from moqt.authorization import Policy
 from moqt.errors import DoneCode
 from moqt.filters import Location, LocationFilter
 from moqt.limits import Limits
@@ -164,16 +165,18 @@ async def hostile(
     *,
     peer_dials: bool = True,
     track: Track | None = None,
+    tracks: Tracks | None = None,
+    policy: Policy | None = None,
     limits: Limits | None = None,
     setup: SetupOptions | bytes | None = None,
     **network: Any,
 ) -> AsyncIterator[tuple[Session, Peer]]:
-    """A session that offers `track`, and its raw peer, after SETUP."""
+    """A session that offers `track` among `tracks`, and its raw peer, after SETUP."""
     link = pair(**network)
-    tracks = Tracks()
+    tracks = Tracks() if tracks is None else tracks
     tracks.add(Track(NAME, one_subgroup=True) if track is None else track)
     ours, theirs = (link.server, link.client) if peer_dials else (link.client, link.server)
-    session = Session(ours, tracks=tracks, announce=False, limits=limits)
+    session = Session(ours, tracks=tracks, announce=False, policy=policy, limits=limits)
     peer = Peer(theirs)
     try:
         await asyncio.gather(session.start(), peer.set_up(setup))

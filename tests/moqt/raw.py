@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from moqt.authorization import Policy
 from moqt.errors import (
     SessionClosed,
     SessionCode,
@@ -149,12 +150,12 @@ def subgroup(
 
 @asynccontextmanager
 async def unset(
-    *, peer_dials: bool = True, limits: Limits | None = None
+    *, peer_dials: bool = True, policy: Policy | None = None, limits: Limits | None = None
 ) -> AsyncIterator[tuple[asyncio.Future[None], Session, Peer]]:
     """A session that waits for the peer's SETUP."""
     link = pair()
     ours, theirs = (link.server, link.client) if peer_dials else (link.client, link.server)
-    session, peer = Session(ours, limits=limits), Peer(theirs)
+    session, peer = Session(ours, policy=policy, limits=limits), Peer(theirs)
     starting = asyncio.ensure_future(session.start())
     try:
         yield starting, session, peer
