@@ -13,7 +13,7 @@ import resource
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any, Final
@@ -47,7 +47,7 @@ GROWTH: Final = 128 * 1024 * 1024
 """Bytes that the process may grow after it has warmed up."""
 
 LIMITS: Final = Limits(
-    setup_deadline=1.0,
+    setup_deadline=2.0,
     reply_deadline=1.0,
     linger=0.3,
     data_deadline=0.5,
@@ -56,6 +56,8 @@ LIMITS: Final = Limits(
     done_deadline=0.3,
 )
 """The defaults but for the times, so that there is much fuzzing in little time."""
+PATIENT: Final = replace(LIMITS, reply_deadline=PATIENCE, setup_deadline=PATIENCE)
+"""Those of the peers that behave: it is not for them to give up on a busy machine."""
 QUIC: Final = QuicOptions(idle_timeout=10.0, keepalive=None)
 
 
@@ -206,9 +208,9 @@ class Stage:
             deadline=PATIENCE,
         )
 
-    def session(self, port: int) -> AbstractAsyncContextManager[Session]:
+    def session(self, port: int, limits: Limits = PATIENT) -> AbstractAsyncContextManager[Session]:
         """A session that behaves."""
-        return session(self.certificates, port)
+        return session(self.certificates, port, limits=limits)
 
     def check(self) -> None:
         """Raise Failure if something is wrong now."""
@@ -262,10 +264,10 @@ def large_track() -> Track:
 
 
 def session(
-    certificates: CertificateFiles, port: int, tracks: Tracks | None = None
+    certificates: CertificateFiles, port: int, tracks: Tracks | None = None, limits: Limits = PATIENT
 ) -> AbstractAsyncContextManager[Session]:
     uri = f"moqt://127.0.0.1:{port}/"
-    return moqt.connect(uri, ca=certificates.ca, tracks=tracks, announce=False, limits=LIMITS, options=QUIC)
+    return moqt.connect(uri, ca=certificates.ca, tracks=tracks, announce=False, limits=limits, options=QUIC)
 
 
 @asynccontextmanager
