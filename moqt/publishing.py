@@ -15,7 +15,7 @@ from moqt.names import FullTrackName, TrackNamespace
 from moqt.namespaces import serve_namespaces
 from moqt.requests import RequestStream
 from moqt.scheduler import Urgency
-from moqt.track import StoredObject, Track
+from moqt.track import StoredObject, Track, Wanted
 from moqt.wire import (
     Fetch,
     FetchOk,
@@ -68,7 +68,14 @@ class Publishing:
         check_range_filters(parameters.range_filters, limit=limit)
         if parameters.fill is not None:
             check_range_filters(parameters.fill.range_filters, limit=limit)
-        track = await self._find(stream, message.track, parameters)
+        wanted = None
+        if parameters.fill is not None and parameters.forward is not False:
+            wanted = Wanted(
+                parameters.fill.location_filter or parameters.location_filter or LocationFilter.none(),
+                parameters.fill.group_order or parameters.group_order or GroupOrder.ASCENDING,
+                live=True,
+            )
+        track = await self._find(stream, message.track, parameters, wanted)
         authority.check()
         delivery = Delivery(self.session, stream, message, track, self._next_alias)
         self._next_alias += 1
@@ -120,7 +127,12 @@ class Publishing:
         self._fetches += 1
         self._fetching.add(task)
         try:
-            track = await self._find(stream, message.track, parameters)
+            wanted = Wanted(
+                parameters.location_filter or LocationFilter.none(),
+                parameters.group_order or GroupOrder.ASCENDING,
+                live=False,
+            )
+            track = await self._find(stream, message.track, parameters, wanted)
             authority.check()
             await self._fetch(stream, message, track, authority)
         finally:
@@ -167,7 +179,11 @@ class Publishing:
             told = end
             if location_filter.type is not FilterType.ABSOLUTE_RANGE:
                 told = await _last_in(track, start, end)
-                authority.check()
+            if told == track.largest and track.ended is None:
+                # A cache may be about to learn whether that is the end of the Track.
+                while (hole := track.hole_at(told)) is not None and not hole.replied:
+                    await _change(track)
+            authority.check()
             reply = FetchOk(
                 track.ended is not None and told == track.largest,
                 told,
@@ -181,7 +197,8 @@ class Publishing:
 
     async def track_status(self, stream: RequestStream, message: TrackStatus, authority: Authority) -> None:
         """Answer a TRACK_STATUS."""
-        track = await self._find(stream, message.track, message.parameters)
+        nothing = Wanted(LocationFilter.next_object(), GroupOrder.ASCENDING, live=False)
+        track = await self._find(stream, message.track, message.parameters, nothing)
         authority.check()
         reply = RequestOk(Parameters(largest=track.largest), _properties(track, message.parameters))
         await stream.send(reply, fin=True)
@@ -247,14 +264,16 @@ class Publishing:
         if self._subscriptions or self._fetching:
             await asyncio.wait({*self._subscriptions.values(), *self._fetching})
 
-    async def _find(self, stream: RequestStream, name: FullTrackName, parameters: Parameters) -> Track:
+    async def _find(
+        self, stream: RequestStream, name: FullTrackName, parameters: Parameters, wanted: Wanted | None
+    ) -> Track:
         """The Track that is asked for. Raises RequestRefused, StreamStopped when the requester leaves."""
         tracks = self.session.tracks
         track = tracks.get(name)
         if track is not None and track.authoritative:
             return track
         rendezvous = seconds_of(parameters.rendezvous_timeout) or 0.0
-        finding = asyncio.ensure_future(tracks.find(name, self.session, rendezvous=rendezvous))
+        finding = asyncio.ensure_future(tracks.find(name, self.session, rendezvous=rendezvous, wanted=wanted))
 
         def on_stopped(_code: int) -> None:
             finding.cancel()
@@ -311,13 +330,19 @@ async def _last_in(track: Track, start: Location, end: Location) -> Location:
             return last or start
         hole = track.fill_hole(*gap, GroupOrder.ASCENDING)
         while not hole.done:
-            changed = asyncio.Event()
-            track.wait(changed.set)
-            await changed.wait()
-        if gap[0] in hole.unknown or track.fault:
-            raise RequestRefused(
+            await _change(track)
+        if track.fault or (gap[0] in hole.unknown and last is None):
+            raise hole.refusal or RequestRefused(
                 RequestCode.INTERNAL_ERROR, "the end of the range can't be found out upstream"
             )
+        if gap[0] in hole.unknown:
+            return end  # What lies there is said to be unknown.
+
+
+async def _change(track: Track) -> None:
+    changed = asyncio.Event()
+    track.wait(changed.set)
+    await changed.wait()
 
 
 def _properties(track: Track, parameters: Parameters) -> Properties:

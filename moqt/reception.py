@@ -108,8 +108,10 @@ class Inlet(ABC):
         """A range without Objects, on a fetch stream."""
 
     @abstractmethod
-    async def room(self) -> None:
-        """Wait until more may come; the stream is not read meanwhile."""
+    async def room(self) -> bool:
+        """Wait until more may come; the stream is not read meanwhile. False: the rest is not wanted, and the
+        stream is stopped.
+        """
 
     @abstractmethod
     def end(self, code: int | None) -> None:
@@ -385,7 +387,10 @@ class Reception(OwnRequest):
                         write = inlet.object(event) if self._wanted(event, fill) else None
                     elif type(event) is EndOfRange:
                         inlet.marker(event)
-                await inlet.room()
+                if not await inlet.room():
+                    stream.stop(ResetCode.CANCELLED)
+                    inlet.end(ResetCode.CANCELLED)
+                    return ResetCode.CANCELLED
                 data = await stream.read()
                 if not data:
                     break

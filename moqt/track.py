@@ -20,7 +20,7 @@ from moqt.errors import (
     RequestRefused,
     UsageError,
 )
-from moqt.filters import MAX_PRIORITY, MAX_VARINT, GroupOrder, Location
+from moqt.filters import MAX_PRIORITY, MAX_VARINT, GroupOrder, Location, LocationFilter
 from moqt.locations import LocationSet
 from moqt.names import FullTrackName, TrackNamespace, check_namespace
 from moqt.quic.api import Buffer
@@ -33,7 +33,7 @@ from moqt.wire import (
     encode_properties,
 )
 
-__all__ = ["Hole", "StoredObject", "Track", "TrackWatcher", "Tracks"]
+__all__ = ["Hole", "StoredObject", "Track", "TrackWatcher", "Tracks", "Wanted"]
 
 
 @dataclass(slots=True, eq=False)
@@ -97,14 +97,26 @@ class TrackWatcher:
 @dataclass(slots=True, eq=False)
 class Hole:
     """A range of a cached Track that is fetched. When it is `done`, what could not be found out is in
-    `unknown`. `ahead` counts the bytes that have come and that nobody has used.
+    `unknown`, and `refusal` says why. `replied`: the publisher has said how far the Track goes. `ahead`
+    counts the bytes that have come and that nobody has used.
     """
 
     start: Location
     end: Location
     done: bool = False
     unknown: LocationSet = field(default_factory=LocationSet)
+    refusal: RequestRefused | None = None
+    replied: bool = False
     ahead: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a request wants of the Objects that exist already, and whether also those to come (`live`)."""
+
+    filter: LocationFilter
+    order: GroupOrder
+    live: bool
 
 
 class Track:
@@ -290,6 +302,10 @@ class Track:
         """
         return Hole(start, end, done=True)
 
+    def hole_at(self, location: Location) -> Hole | None:
+        """The hole around `location` that is being filled now."""
+        return None
+
     def wait(self, wake: Callable[[], None]) -> None:
         """Call `wake` once, at the next change of what is here or known. A publisher's Track has all."""
 
@@ -449,9 +465,17 @@ class Tracks:
         """The Track of this name, if it is offered."""
         return self._tracks.get(name)
 
-    async def find(self, name: FullTrackName, asker: object, *, rendezvous: float = 0.0) -> Track:
+    async def find(
+        self,
+        name: FullTrackName,
+        asker: object,
+        *,
+        rendezvous: float = 0.0,
+        wanted: Wanted | None = None,
+    ) -> Track:
         """The Track that the session `asker` asks for; `rendezvous` is for how many seconds a relay may wait
-        for its publisher (moqt 5.3). Raises RequestRefused.
+        for its publisher (moqt 5.3), `wanted` (None: nothing) what exists already and is asked for. Raises
+        RequestRefused.
         """
         track = self.get(name)
         if track is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from moqt.errors import DoneCode, MalformedTrack, ResetCode
@@ -167,7 +167,8 @@ class Writer:
 class CachedTrack(Track):
     """A Track as a relay knows it. What is `known` and not here does not exist; the rest is unknown.
 
-    `filler` fetches a range; `on_idle` is called when nobody follows the Track, or nothing is left of it.
+    `filler` fetches a range, `holes` are those that are being filled; `on_idle` is called when nobody follows
+    the Track, or nothing is left of it, `on_lack` when something is no longer kept.
     """
 
     authoritative = False
@@ -177,22 +178,27 @@ class CachedTrack(Track):
         name: FullTrackName,
         cache: Cache,
         filler: Callable[[CachedTrack, Location, Location, GroupOrder], Hole],
+        holes: Collection[Hole] = (),
     ) -> None:
         super().__init__(name)
         self.known = LocationSet()
         self.on_idle: Callable[[], None] = lambda: None
+        self.on_lack: Callable[[], None] = lambda: None
         self.live_start = Location(0, 0)
         """From here on somebody was promised all that is published."""
         self.finished = False
         """Its publisher has said that nothing more comes."""
         self._cache = cache
         self._filler = filler
+        self._holes = holes
         self._ledger = Ledger(MAX_KNOWN)
         self._told = LocationSet()
         self._streams: Counter[tuple[int, int]] = Counter()
         self._deferred: list[Callable[[], None]] | None = None
         self._waiters: list[Callable[[], None]] = []
         self._ages: dict[CachedObject, None] = {}
+        self._partial: set[CachedObject] = set()
+        """Those of which something has not come."""
         self._lifetime = math.inf
         self._timer: asyncio.TimerHandle | None = None
 
@@ -283,6 +289,7 @@ class CachedTrack(Track):
             data = data[size:]
             if not item.missing:
                 item.payload = tuple(item.segments)
+                self._partial.discard(item)
             piece = memoryview(segment)[place : place + size]
             for watcher in list(self._watchers):
                 watcher.on_piece(item, piece)
@@ -325,6 +332,12 @@ class CachedTrack(Track):
         self._ledger.end_group(group, object_id)
         self.learn(Location(group, object_id), Location(group, MAX_VARINT))
 
+    def end_track(self, location: Location) -> None:
+        """No Object at `location` or after it exists."""
+        if self.ended is None or location < self.ended:
+            self.ended = location
+        self.learn(location, LAST)
+
     def end_subgroup(self, group: int, subgroup: int, last: int) -> None:
         """A whole Subgroup has come, up to Object `last`. Raises MalformedTrack."""
         self._ledger.end_subgroup(group, subgroup, last)
@@ -339,7 +352,7 @@ class CachedTrack(Track):
 
     def give_up(self) -> None:
         """What has begun and is brought by nobody will not come."""
-        for item in [item for item in self._ages if item.missing and not item.writers]:
+        for item in [item for item in self._partial if not item.writers]:
             self.left(item, ResetCode.INTERNAL_ERROR, resume=False)
 
     def release(self, hole: Hole) -> None:
@@ -410,6 +423,26 @@ class CachedTrack(Track):
         """Whether nothing of it is kept."""
         return not self._ages
 
+    @property
+    def blank(self) -> bool:
+        """Whether nothing is known of it."""
+        return self.largest is None and not self.known
+
+    @property
+    def current(self) -> bool:
+        """Whether the Group of the Largest Object is here, so that a subscriber can begin with it."""
+        return (
+            self.largest is not None
+            and self.gap(Location(self.largest.group, 0), self.largest) is None
+            and not self._partial
+        )
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of it is here, and nothing more will come."""
+        end = self.largest if self.ended is None and self.finished else self.ended
+        return end is not None and self.gap(Location(0, 0), end) is None and not self._partial
+
     def starts_subgroup(self, item: StoredObject) -> bool:
         return isinstance(item, CachedObject) and item.first
 
@@ -432,6 +465,9 @@ class CachedTrack(Track):
 
     def fill_hole(self, start: Location, end: Location, order: GroupOrder) -> Hole:
         return self._filler(self, start, end, order)
+
+    def hole_at(self, location: Location) -> Hole | None:
+        return next((hole for hole in self._holes if hole.start <= location <= hole.end), None)
 
     def wait(self, wake: Callable[[], None]) -> None:
         self._waiters.append(wake)
@@ -459,6 +495,7 @@ class CachedTrack(Track):
         if item not in self._ages:
             return
         del self._ages[item]
+        self._partial.discard(item)
         self._cache.discard(item)
         self._take_from_hole(item)
         item.lost = item.missing > 0
@@ -470,6 +507,7 @@ class CachedTrack(Track):
             del self._groups[group]
             self._group_ids.remove(group)
         self.known.remove(item.location, item.location)
+        self.on_lack()
         if not self._ages:
             self.on_idle()
 
@@ -494,6 +532,8 @@ class CachedTrack(Track):
             entry.ids.sort()
         item.expires = asyncio.get_running_loop().time() + self._lifetime
         self._ages[item] = None
+        if item.missing:
+            self._partial.add(item)
         self._set_timer()
         self._cache.add(item, self)
         for kind, here in (
@@ -510,8 +550,7 @@ class CachedTrack(Track):
     def _take_status(self, header: ObjectHeader, priority: int, live: bool, ends: bool) -> None:
         location = header.location
         if header.status is ObjectStatus.END_OF_TRACK:
-            self.ended = location
-            self.learn(location, LAST)
+            self.end_track(location)
         else:
             self.learn(location, Location(location.group, MAX_VARINT))
         item = CachedObject(location, (), 0, header.subgroup, priority, b"", header.status, ends=ends)

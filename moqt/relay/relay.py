@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from typing import Any
+from weakref import WeakSet
 
 from moqt.errors import MoqtError, RequestCode, RequestRejected
 from moqt.names import FullTrackName, TrackNamespace, format_namespace, is_prefix
 from moqt.relay.cache import Cache, CachedTrack
 from moqt.relay.feed import Feed
 from moqt.session import Session
-from moqt.track import Track, Tracks
+from moqt.track import Track, Tracks, Wanted
 
 __all__ = ["Relay"]
 
@@ -23,6 +25,14 @@ logger = logging.getLogger(__name__)
 CACHE_BYTES = 2 << 30
 READ_AHEAD = 16 << 20
 """Bytes that a fetch may bring before somebody has sent what it brought."""
+
+HESITATION = 0.5
+"""Seconds without a reply after which a publisher counts as silent, until it replies: what is in the cache is
+served without it.
+"""
+
+MAX_ABSENT = 4096
+"""Tracks of which it is remembered that their publisher does not have them."""
 
 OVERLAP_PAUSE = 0.5
 """Seconds until a prefix that overlapped with one just given up is asked for again."""
@@ -38,8 +48,15 @@ class _Face(Tracks):
         self._relay = relay
         self._upward = upward
 
-    async def find(self, name: FullTrackName, asker: object, *, rendezvous: float = 0.0) -> Track:
-        return await self._relay.find(name, asker, rendezvous, upward=self._upward)
+    async def find(
+        self,
+        name: FullTrackName,
+        asker: object,
+        *,
+        rendezvous: float = 0.0,
+        wanted: Wanted | None = None,
+    ) -> Track:
+        return await self._relay.find(name, asker, rendezvous, wanted, upward=self._upward)
 
     def offered(self, peer: object, namespace: TrackNamespace, present: bool) -> None:
         assert isinstance(peer, Session)
@@ -56,8 +73,11 @@ class Relay:
 
     `cache_bytes` bounds what is kept. `linger` is for how many seconds an upstream subscription is kept when
     the last subscriber has left, `grace` how long subscribers are kept when the last publisher was lost,
-    `upstream_wait` how long a request waits for an upstream that is being dialled, `stall` how long a fetch
-    may bring nothing.
+    `upstream_wait` how long a request waits for an upstream that is being dialled, `answer` how long a
+    publisher has for its reply, `stall` how long a fetch may bring nothing.
+
+    A namespace is offered as long as a publisher or an upstream offers it, and beyond that as long as what is
+    known of it is in the cache, one of its Tracks to the end (kvcs 14 #10).
     """
 
     def __init__(
@@ -67,12 +87,14 @@ class Relay:
         linger: float = 10.0,
         grace: float = 5.0,
         upstream_wait: float = 3.0,
+        answer: float = 5.0,
         stall: float = 10.0,
     ) -> None:
         self.cache = Cache(cache_bytes)
         self.linger = linger
         self.grace = grace
         self.upstream_wait = upstream_wait
+        self.answer = answer
         self.stall = stall
         self.read_ahead = min(READ_AHEAD, cache_bytes // 16)
         self.tracks: Tracks = _Face(self, upward=False)
@@ -81,6 +103,12 @@ class Relay:
         self.closed = False
         self.reconnecting = False
         """Whether an upstream is configured and is not there now."""
+        self._away_since = -math.inf
+        self.silent: WeakSet[Session] = WeakSet()
+        """Publishers that have not replied for a while."""
+        self._shelves: dict[TrackNamespace, dict[FullTrackName, Feed | None]] = {}
+        """What is known of each namespace; None stands for a Track of which nothing is left."""
+        self._absent: dict[FullTrackName, None] = {}
         self._routes: dict[TrackNamespace, dict[Session, None]] = {}
         self._known: dict[TrackNamespace, Counter[object]] = {}
         """Who has told of each namespace that is offered to those who ask."""
@@ -103,8 +131,17 @@ class Relay:
 
     def drop(self, feed: Feed) -> None:
         """A Track is no longer known."""
-        if self.feeds.get(feed.name) is feed:
-            del self.feeds[feed.name]
+        if self.feeds.get(feed.name) is not feed:
+            return
+        del self.feeds[feed.name]
+        shelf = self._shelves[feed.name.namespace]
+        if feed.track.largest is None:
+            del shelf[feed.name]
+        else:
+            shelf[feed.name] = None
+        if not any(shelf.values()):
+            del self._shelves[feed.name.namespace]
+        self.reconsider(feed.name.namespace)
 
     # Upstreams.
 
@@ -121,6 +158,7 @@ class Relay:
         finally:
             task = self._upstreams.pop(session)
             self.reconnecting = not self._upstreams
+            self._away_since = asyncio.get_running_loop().time()
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
@@ -131,13 +169,20 @@ class Relay:
     # Routing.
 
     async def find(
-        self, name: FullTrackName, asker: object, rendezvous: float, *, upward: bool
+        self,
+        name: FullTrackName,
+        asker: object,
+        rendezvous: float,
+        wanted: Wanted | None = None,
+        *,
+        upward: bool,
     ) -> CachedTrack:
         """The Track that the session `asker` wants. Raises RequestRefused."""
         feed = self.feeds.get(name)
         if feed is None:
             feed = self.feeds[name] = Feed(self, name)
-        return await feed.establish(asker, rendezvous, upward=upward)
+            self._shelves.setdefault(name.namespace, {})[name] = feed
+        return await feed.establish(asker, rendezvous, wanted, upward=upward)
 
     def candidates(self, name: FullTrackName, asker: object, *, upward: bool) -> list[list[Session]]:
         """Who may have a Track: those who announced its namespace, the longest prefix first, and then the
@@ -156,21 +201,54 @@ class Relay:
             for tier in tiers
         ]
 
-    async def publisher(self, name: FullTrackName, tried: set[Session]) -> Session | None:
-        """Somebody who may have a Track and was not tried; None if nobody comes in time."""
-        end = asyncio.get_running_loop().time() + self.grace
+    @contextmanager
+    def asking(self, session: Session) -> Iterator[None]:
+        """Around a request to a publisher, until its reply."""
+        timer = asyncio.get_running_loop().call_later(HESITATION, self._hush, session)
+        try:
+            yield
+        except RequestRejected:
+            self.silent.discard(session)
+            raise
+        else:
+            self.silent.discard(session)
+        finally:
+            timer.cancel()
+
+    def _hush(self, session: Session) -> None:
+        self.silent.add(session)
+        for feed in self.feeds.values():
+            feed.news()
+
+    def lacks(self, name: FullTrackName) -> bool:
+        """Whether the last publisher that was asked for a Track did not have it."""
+        return name in self._absent
+
+    def note_presence(self, name: FullTrackName, present: bool) -> None:
+        """A publisher has a Track, or has not."""
+        if present:
+            self._absent.pop(name, None)
+        else:
+            self._absent[name] = None
+            if len(self._absent) > MAX_ABSENT:
+                del self._absent[next(iter(self._absent))]
+
+    def others(self, name: FullTrackName, tried: set[Session]) -> list[Session]:
+        """Who may have a Track and was not tried, the best first."""
+        tiers = self.candidates(name, None, upward=False)
+        return [session for tier in tiers for session in tier if session not in tried]
+
+    async def publisher(self, name: FullTrackName, tried: set[Session], until: float) -> Session | None:
+        """Somebody who may have a Track and was not tried; None if nobody comes `until` then."""
+        end = max(until, self._away_since + self.grace) if self.reconnecting else until
         arrival = asyncio.Event()
         self._arrivals.add(arrival)
         try:
             async with asyncio.timeout_at(end):
                 while True:
                     arrival.clear()
-                    for tier in self.candidates(name, None, upward=False):
-                        for session in tier:
-                            if session not in tried:
-                                return session
-                    if tried and not self.reconnecting:
-                        return None
+                    if left := self.others(name, tried):
+                        return min(left, key=self.silent.__contains__)
                     await arrival.wait()
         except TimeoutError:
             return None
@@ -191,9 +269,9 @@ class Relay:
         publishers.pop(peer, None)
         if not publishers:
             self._routes.pop(namespace, None)
-        if all(session in self._upstreams for session in publishers):
-            self.upward.withdraw(namespace)
         self._learn(namespace, peer, False)
+        if not self.keeps(namespace) and all(session in self._upstreams for session in publishers):
+            self.upward.withdraw(namespace)
 
     def _arrived(self, session: Session, namespace: TrackNamespace | None) -> None:
         for event in self._arrivals:
@@ -210,11 +288,42 @@ class Relay:
         tellers[teller] += 1 if present else -1
         if not tellers[teller]:
             del tellers[teller]
-        if not tellers:
-            del self._known[namespace]
-            self.tracks.withdraw(namespace)
-        else:
+        if not tellers and self._whole(namespace):
+            tellers[self] = 1
+        elif len(tellers) > 1:
+            tellers.pop(self, None)
+        if tellers:
             self.tracks.announce(namespace)
+            return
+        del self._known[namespace]
+        self.tracks.withdraw(namespace)
+        if namespace not in self._routes:
+            self.upward.withdraw(namespace)
+
+    def keeps(self, namespace: TrackNamespace) -> bool:
+        """Whether a namespace is offered because it is in the cache, and by nobody else."""
+        return self in self._known.get(namespace, ())
+
+    def reconsider(self, namespace: TrackNamespace) -> None:
+        """Look again whether a namespace that nobody else offers is whole in the cache."""
+        if self.keeps(namespace):
+            if not self._whole(namespace):
+                self._learn(namespace, self, False)
+        elif namespace not in self._known and self._whole(namespace):
+            self._learn(namespace, self, True)
+
+    def _whole(self, namespace: TrackNamespace) -> bool:
+        """Whether a namespace can be served without a publisher: one of its Tracks is here from its beginning
+        to its end, and so are all others whose end is known; of those that may have gone on, the current
+        Group.
+        """
+        shelf = self._shelves.get(namespace, {}).values()
+        tracks = [feed.track for feed in shelf if feed is not None and feed.track.largest is not None]
+        return (
+            None not in shelf
+            and any(track.complete for track in tracks)
+            and all(track.complete or (track.ended is None and track.current) for track in tracks)
+        )
 
     def fetches(self, session: Session, limit: int) -> AbstractAsyncContextManager[None]:
         """A slot for one of `limit` fetches at a session."""
@@ -226,6 +335,9 @@ class Relay:
 
     def wanted(self, prefix: TrackNamespace, present: bool) -> None:
         """Somebody below wants to know of namespaces under `prefix`, or no longer."""
+        for namespace in list(self._shelves) if present else ():
+            if is_prefix(prefix, namespace):
+                self.reconsider(namespace)
         self._prefixes[prefix] += 1 if present else -1
         if not self._prefixes[prefix]:
             del self._prefixes[prefix]

@@ -59,9 +59,11 @@ def held(net: Network) -> dict[str, Any]:
         if hasattr(value, "__len__") and len(value) and name != "_fetching"
     }
     for feed in relay.feeds.values():
-        for name in ("_sources", "_established", "_holes", "_askers", "_recovery", "_linger", "_grace"):
+        for name in ("_sources", "_established", "_askers", "_recovery", "_linger", "_grace"):
             if value := getattr(feed, name):
                 found[f"{feed.name}.{name}"] = value
+        if feed._holes.open:
+            found[f"{feed.name}._holes"] = feed._holes.open
     return found
 
 

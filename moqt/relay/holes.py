@@ -1,0 +1,204 @@
+"""What a cached Track lacks, and the fetches that bring it from upstream (moqt 7.4, 10)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Coroutine
+from typing import TYPE_CHECKING, Any
+
+from moqt.errors import (
+    DeadlineExceeded,
+    MalformedTrack,
+    MoqtError,
+    RequestCode,
+    RequestRefused,
+    RequestRejected,
+)
+from moqt.fetching import LAST, successor
+from moqt.filters import MAX_VARINT, FilterType, GroupOrder, Location, LocationFilter
+from moqt.relay.cache import CachedTrack
+from moqt.relay.inlets import FetchInlet, gaps
+from moqt.relay.refusals import refusal
+from moqt.session import Session
+from moqt.subscribing import FetchStream
+from moqt.track import Hole, Wanted
+
+if TYPE_CHECKING:
+    from moqt.relay.relay import Relay
+
+__all__ = ["Holes"]
+
+logger = logging.getLogger(__name__)
+
+ATTEMPTS = 3
+"""Publishers that are asked for a hole, one after the other."""
+
+HASTE = 0.5
+"""Seconds that a publisher has for its reply to a fetch if it has not replied before, or if others may do."""
+
+FETCHES = 16
+"""Fetches at one publisher at a time."""
+
+
+class Holes:
+    """The holes of one Track that are being filled. `spoil` is called when what comes makes it malformed.
+
+    `patient_until` is until when a publisher that went may come back.
+    """
+
+    def __init__(self, relay: Relay, spoil: Callable[[str], None]) -> None:
+        self.patient_until = 0.0
+        self._relay = relay
+        self._spoil = spoil
+        self._tasks: dict[Hole, asyncio.Task[None]] = {}
+
+    @property
+    def open(self) -> Collection[Hole]:
+        """Those that are being filled now."""
+        return self._tasks.keys()
+
+    def cancel(self) -> list[asyncio.Task[None]]:
+        """End all; the tasks that are to be awaited."""
+        for task in self._tasks.values():
+            task.cancel()
+        return list(self._tasks.values())
+
+    def fill(self, track: CachedTrack, start: Location, end: Location, order: GroupOrder) -> Hole:
+        """Fetch a range that nobody fetches yet, or say which hole its beginning is in."""
+        ascending = order is GroupOrder.ASCENDING
+        for hole in self._tasks:
+            if hole.start <= (start if ascending else end) <= hole.end:
+                return hole
+        for hole in self._tasks:
+            if ascending and start < hole.start <= end:
+                end = _predecessor(hole.start)
+            elif not ascending and start <= hole.end < end:
+                start = successor(hole.end)
+        hole = Hole(start, end)
+        if track.fault or self._relay.closed:
+            hole.done = True
+            hole.unknown.add(start, end)
+        else:
+            self._begin(track, hole, self._fetch(track, hole, order))
+        return hole
+
+    def race(self, track: CachedTrack, wanted: Wanted) -> None:
+        """Fetch what somebody wants of a Track of which nothing is known, while it is subscribed to: after
+        the reply it may be too late.
+        """
+        if wanted.filter.type not in (FilterType.RELATIVE_START, FilterType.NEXT_OBJECT) and not self._tasks:
+            hole = Hole(wanted.filter.start(None), wanted.filter.end or LAST)
+            if hole.start <= hole.end:
+                self._begin(track, hole, self._fetch(track, hole, wanted.order))
+
+    def expect(self, track: CachedTrack, start: Location, end: Location, order: GroupOrder) -> FetchInlet:
+        """For a fill that brings this range with a subscription; what it does not bring is fetched."""
+        hole = Hole(start, end, replied=True)
+        inlet = FetchInlet(track, hole, order, (start, end), self._relay.read_ahead)
+        self._begin(track, hole, self._await_fill(track, hole, order, inlet))
+        return inlet
+
+    def _begin(self, track: CachedTrack, hole: Hole, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work, name=f"fetch of {track.name}")
+        self._tasks[hole] = task
+
+        def ended(task: asyncio.Task[None]) -> None:
+            del self._tasks[hole]
+            hole.done = True
+            if not task.cancelled() and (error := task.exception()) is not None:
+                logger.error("a fetch of %s failed", track.name, exc_info=error)
+                hole.unknown.add(hole.start, hole.end)
+            track.wake()
+            if not self._relay.closed:
+                asyncio.get_running_loop().call_later(self._relay.stall, track.release, hole)
+
+        task.add_done_callback(ended)
+
+    async def _await_fill(self, track: CachedTrack, hole: Hole, order: GroupOrder, inlet: FetchInlet) -> None:
+        try:
+            if not await inlet.watch(inlet.ended, self._relay.stall):
+                return
+            if inlet.ended.result() is None:
+                inlet.finish(hole.end)
+                return
+        except TimeoutError as error:
+            logger.info("a fill of %s: %s", track.name, error)
+        await self._fetch(track, hole, order)
+
+    async def _fetch(self, track: CachedTrack, hole: Hole, order: GroupOrder) -> None:
+        tried: set[Session] = set()
+        errors: list[MoqtError] = []
+        while next(gaps(track, hole.start, hole.end), None) is not None:
+            session = None
+            if len(tried) < ATTEMPTS:
+                session = await self._relay.publisher(track.name, tried, self.patient_until)
+            if session is None:
+                for low, high in gaps(track, hole.start, hole.end):
+                    hole.unknown.add(low, high)
+                hole.refusal = refusal(errors)
+                return
+            tried.add(session)
+            try:
+                async with self._relay.fetches(session, FETCHES):
+                    hasty = session in self._relay.silent or bool(self._relay.others(track.name, tried))
+                    await self._fetch_from(
+                        track, session, hole, order, HASTE if hasty else self._relay.answer
+                    )
+                return
+            except MalformedTrack as error:
+                self._spoil(str(error))
+                hole.refusal = RequestRefused(RequestCode.MALFORMED_TRACK, "the Track is malformed")
+                return
+            except RequestRejected as error:
+                logger.info("%s: %s", session.connection.id, error)
+                errors.append(error)
+                if error.retry_after is not None:
+                    tried.discard(session)
+                    await asyncio.sleep(max(error.retry_after, 0.1))
+            except MoqtError as error:
+                logger.info("%s: a fetch of %s broke: %s", session.connection.id, track.name, error)
+                errors.append(error)
+
+    async def _fetch_from(
+        self, track: CachedTrack, session: Session, hole: Hole, order: GroupOrder, deadline: float
+    ) -> None:
+        low, high = next(gaps(track, hole.start, hole.end))
+        # What has come by another attempt is not asked for again.
+        start, end = (low, hole.end) if order is GroupOrder.ASCENDING else (hole.start, hole.end)
+        if high == hole.end:
+            start = low
+        inlet = FetchInlet(track, hole, order, (start, end), self._relay.read_ahead)
+        # With an End Object, so that End Location tells how far the answer reaches (moqt 25 #7).
+        location_filter = LocationFilter.absolute_range(start, end)
+        with self._relay.asking(session):
+            fetch = await session.fetch(
+                track.name, filter=location_filter, order=order, sink=lambda _: inlet, deadline=deadline
+            )
+        async with fetch:
+            assert fetch.end is not None
+            if fetch.end.end_of_track:
+                track.end_track(successor(fetch.end.end))
+            hole.replied = True
+            track.wake()
+            reading = asyncio.ensure_future(_to_the_end(fetch))
+            try:
+                if not await inlet.watch(reading, self._relay.stall):
+                    return
+                await reading
+            except TimeoutError as error:
+                raise DeadlineExceeded(str(error), self._relay.stall) from None
+            finally:
+                reading.cancel()
+            inlet.finish(fetch.end.end)
+
+
+async def _to_the_end(fetch: FetchStream) -> None:
+    async for _ in fetch:
+        pass
+
+
+def _predecessor(location: Location) -> Location:
+    if location.object:
+        return Location(location.group, location.object - 1)
+    return Location(location.group - 1, MAX_VARINT)
