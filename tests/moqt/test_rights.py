@@ -21,7 +21,7 @@ from moqt.filters import Location, LocationFilter
 from moqt.limits import Limits
 from moqt.names import FullTrackName, TrackNamespace
 from moqt.quic.api import QuicOptions, Stream
-from moqt.track import Track, Tracks
+from moqt.track import Track, Tracks, Wanted
 from moqt.wire import (
     AliasType,
     Fetch,
@@ -108,7 +108,9 @@ class Watched(Tracks):
         self.touched.append("get")
         return super().get(name)
 
-    async def find(self, name: FullTrackName, asker: object, *, rendezvous: float = 0.0) -> Track:
+    async def find(
+        self, name: FullTrackName, asker: object, *, rendezvous: float = 0.0, wanted: Wanted | None = None
+    ) -> Track:
         self.touched.append("find")
         return await super().find(name, asker, rendezvous=rendezvous)
 
@@ -134,7 +136,9 @@ class Slow(Tracks):
     def get(self, name: FullTrackName) -> Track | None:
         return None
 
-    async def find(self, name: FullTrackName, asker: object, *, rendezvous: float = 0.0) -> Track:
+    async def find(
+        self, name: FullTrackName, asker: object, *, rendezvous: float = 0.0, wanted: Wanted | None = None
+    ) -> Track:
         await asyncio.sleep(self._seconds)
         track = super().get(name)
         assert track is not None
