@@ -270,7 +270,9 @@ class Feed:
             if filling is not None:
                 filling.cut()
         self._established.discard(session)
-        if lost:
+        if status == DoneCode.MALFORMED_TRACK:  # Nobody knows which of what is here was right.
+            self._spoil("a publisher has ended it as malformed")
+        elif lost:
             self._on_end(session, status)
 
     def _on_established(self) -> None:

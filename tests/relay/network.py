@@ -21,7 +21,8 @@ __all__ = ["Network", "join", "network", "until"]
 @dataclass(slots=True)
 class Network:
     """`tracks` are the publisher's; `sessions` are subscribers at the last relay. `links` go from the
-    publisher to the first relay, from relay to relay, and to the subscribers.
+    publisher to the first relay, from relay to relay, and to the subscribers. `tap` gets each link before
+    anything goes over it.
     """
 
     tracks: Tracks
@@ -31,6 +32,7 @@ class Network:
     sessions: list[Session]
     stack: AsyncExitStack
     more: dict[str, Any] = field(default_factory=dict)
+    tap: Callable[[Link], object] = lambda _: None
 
     def end(self, track: Track) -> None:
         """The Track is whole: its subscriptions end with PUBLISH_DONE."""
@@ -47,7 +49,7 @@ class Network:
 
     async def publish(self, tracks: Tracks, relay: int = 0, **link_options: Any) -> tuple[Link, Session]:
         """One more publisher dials a relay."""
-        link = pair(**{**self.more, **link_options})
+        link = self._link(**link_options)
         session = Session(link.client, tracks=tracks, announce=True)
         await self._meet(session, Session(link.server, tracks=self.relays[relay].tracks, announce=False))
         return link, session
@@ -59,19 +61,34 @@ class Network:
         relay_limits: Limits | None = None,
         **link_options: Any,
     ) -> tuple[Link, Session]:
-        """One more subscriber dials a relay."""
-        link = pair(**{**self.more, **link_options})
+        """One more subscriber dials a relay, or the publisher where there is no relay."""
+        link = self._link(**link_options)
         session = Session(link.client, limits=limits)
-        server = Session(link.server, tracks=self.relays[relay].tracks, announce=False, limits=relay_limits)
+        tracks = self.relays[relay].tracks if self.relays else self.tracks
+        server = Session(link.server, tracks=tracks, announce=False, limits=relay_limits)
         await self._meet(session, server)
         return link, session
 
     async def chain(self, lower: int, upper: int) -> Link:
         """A relay dials another one."""
-        link = pair(**self.more)
+        link = self._link()
         session = Session(link.client, tracks=self.relays[lower].upward, announce=True)
         await self._meet(session, Session(link.server, tracks=self.relays[upper].tracks, announce=False))
-        await self.stack.enter_async_context(self.relays[lower].upstream(session))
+        relay = self.relays[lower]
+        up = asyncio.Event()
+
+        async def use() -> None:
+            async with relay.upstream(session):
+                up.set()
+                await session.wait_closed()
+
+        relay.spawn(use(), "upstream")
+        await up.wait()
+        return link
+
+    def _link(self, **options: Any) -> Link:
+        link = pair(**{**self.more, **options})
+        self.tap(link)
         return link
 
     async def _meet(self, *ends: Session) -> None:
@@ -86,6 +103,7 @@ async def network(
     relays: int = 1,
     subscribers: int = 1,
     relay_options: dict[str, Any] | None = None,
+    tap: Callable[[Link], object] = lambda _: None,
     **link_options: Any,
 ) -> AsyncIterator[Network]:
     """A publisher of `tracks`, so many relays, and so many subscribers."""
@@ -97,9 +115,10 @@ async def network(
         made = [Relay(**(relay_options or {})) for _ in range(relays)]
         for relay in made:
             stack.push_async_callback(relay.close)
-        net = Network(offered, made, [], None, [], stack, link_options)  # type: ignore[arg-type]  # just below
-        link, net.publisher = await net.publish(offered)
-        net.links.append(link)
+        net = Network(offered, made, [], None, [], stack, link_options, tap)  # type: ignore[arg-type]  # just below
+        if relays:
+            link, net.publisher = await net.publish(offered)
+            net.links.append(link)
         for number in range(1, relays):
             net.links.append(await net.chain(number, number - 1))
         for _ in range(subscribers):

@@ -13,7 +13,7 @@ from kvcs.assembly import Layer
 from kvcs.publisher import Publisher
 from kvcs.subscriber import Subscriber
 from moqt import Tracks
-from tests.kvcs.stage import CACHE, MODEL, SCOPE_KEY, TOKENS, collect, put_layers, put_one_by_one
+from tests.kvcs.stage import CACHE, MODEL, SCOPE_KEY, TOKENS, collect, put_layers
 from tests.relay.network import Network, network
 
 pytestmark = pytest.mark.virtual
@@ -65,26 +65,6 @@ async def test_complete(relays: int) -> None:
         before = net.upstream_bytes
         check(await receive(net, 1))
         assert net.upstream_bytes - before < 1000  # All of it from the caches.
-
-
-@pytest.mark.parametrize("relays", [1, 2])
-@pytest.mark.parametrize("boundary", range(0, 34, 3))
-async def test_join_at_object_boundaries(relays: int, boundary: int) -> None:
-    """The figure of kvcs 8: what is there comes from the cache, the rest live."""
-    async with production(relays=relays, seed=boundary, jitter=0.004, subscribers=2) as (net, publisher):
-        publication = publisher.publish(TOKENS)
-        early = asyncio.ensure_future(receive(net, 1))
-        await asyncio.sleep(1)
-        steps = put_one_by_one(publication.segment, CACHE)
-        for number, _ in enumerate(steps):
-            await asyncio.sleep(0.005)
-            if number == boundary:
-                break
-        late = asyncio.ensure_future(receive(net))
-        for _ in steps:
-            await asyncio.sleep(0.005)
-        check(await late)
-        check(await early)
 
 
 @pytest.mark.parametrize("relays", [1, 2])
