@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Coroutine
 from enum import IntEnum
@@ -15,10 +16,10 @@ import moqt.console
 from kvcs.assembly import Missing
 from kvcs.errors import InvalidDescriptor, InvalidValue, KvcsError
 from moqt.console import add_connection
-from moqt.errors import UsageError
-from moqt.wire import AliasType, Token
+from moqt.credentials import TokenFile
+from moqt.errors import MoqtError
 
-__all__ = ["EXIT_CODES", "Console", "ExitCode", "add_common", "describe_missing", "run", "tokens_of"]
+__all__ = ["EXIT_CODES", "Console", "ExitCode", "add_common", "describe_missing", "run", "token_of"]
 
 EXIT_CODES = """exit codes:
   0  all went well
@@ -26,6 +27,7 @@ EXIT_CODES = """exit codes:
   2  bad usage
   3  incomplete: the message lists the layers and blocks that are missing
   4  nothing found
+  5  denied by the peer: the message says which right is missing, or what is wrong with the token
 """
 
 
@@ -37,6 +39,7 @@ class ExitCode(IntEnum):
     USAGE = 2
     INCOMPLETE = 3
     NOTHING_FOUND = 4
+    DENIED = 5
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
@@ -48,27 +51,13 @@ def add_common(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="file with the 64 hex digits of the scope key (make one: openssl rand -hex 32 > scope.key)",
     )
-    parser.add_argument(
-        "--token",
-        metavar="FILE",
-        type=Path,
-        help="file with the token (CAT) that a relay asks for",
-    )
     add_connection(parser)
 
 
-def tokens_of(arguments: argparse.Namespace) -> tuple[Token, ...]:
-    """The token of `--token`, to be sent with every request. Raises UsageError."""
-    if arguments.token is None:
-        return ()
-    try:
-        value = arguments.token.read_bytes()
-    except OSError as error:
-        raise UsageError(f"--token {arguments.token}: {error.strerror}") from error
-    return (Token(AliasType.USE_VALUE, type=_CAT, value=value),)
-
-
-_CAT = 1  # security 2.1: Token Type of C4M
+def token_of(arguments: argparse.Namespace) -> TokenFile:
+    """The file with the token: that of `--token`, or else that which KVCS_TOKEN names."""
+    named = os.environ.get("KVCS_TOKEN")
+    return TokenFile(arguments.token or (Path(named) if named else None))
 
 
 class Console(moqt.console.Console):
@@ -101,10 +90,26 @@ class Console(moqt.console.Console):
             self._bar = None
 
 
-def run(main: Callable[[], Coroutine[Any, Any, int]], console: Console, verbose: int) -> int:
-    """Run a command to its exit code; what is raised becomes a sentence."""
+def run(
+    main: Callable[[], Coroutine[Any, Any, int]],
+    console: Console,
+    verbose: int,
+    token: TokenFile | None = None,
+) -> int:
+    """Run a command, which shows its peer `token`, to its exit code; what is raised becomes a sentence."""
+
+    async def told() -> int:
+        try:
+            return await main()
+        except MoqtError as error:
+            advice = None if token is None else token.advice(error)
+            if advice is None:
+                raise
+            console.error(f"{advice} (python -m kvcs.token shows what a token allows, and issues them)")
+            return ExitCode.DENIED
+
     return moqt.console.run(
-        main, console, verbose, failures=(KvcsError,), usage=(InvalidValue, InvalidDescriptor)
+        told, console, verbose, failures=(KvcsError,), usage=(InvalidValue, InvalidDescriptor)
     )
 
 

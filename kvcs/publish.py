@@ -12,11 +12,13 @@ from pathlib import Path
 
 import moqt
 from kvcs import files
-from kvcs.console import EXIT_CODES, Console, ExitCode, add_common, run, tokens_of
+from kvcs.console import EXIT_CODES, Console, ExitCode, add_common, run, token_of
 from kvcs.identity import ScopeKey
 from kvcs.publisher import Publication, Publisher
 from moqt.console import host_and_port, options_of, until_told
+from moqt.credentials import TokenFile
 from moqt.errors import DoneCode, MoqtError, UsageError
+from moqt.names import TrackNamespace
 
 DESCRIPTION = """\
 Publish the KV cache in a file as tracks over MOQT, layer by layer, and serve it until told to go.
@@ -90,7 +92,7 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-async def publish(arguments: argparse.Namespace, console: Console) -> int:
+async def publish(arguments: argparse.Namespace, token: TokenFile, console: Console) -> int:
     """Publish the file; the exit code."""
     descriptor = files.read_descriptor(arguments.descriptor) if arguments.descriptor else None
     cache = files.read(arguments.cache, descriptor=descriptor)
@@ -106,9 +108,14 @@ async def publish(arguments: argparse.Namespace, console: Console) -> int:
         joint_codecs=arguments.kv or [],
         retention=arguments.retention,
     )
+    denied: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     async with AsyncExitStack() as stack:
-        endpoint = _listening if arguments.listen else _connected
-        leave = await stack.enter_async_context(endpoint(arguments, publisher, console))
+        endpoint = (
+            _listening(arguments, publisher, console)
+            if arguments.listen
+            else _connected(arguments, publisher, console, token, denied)
+        )
+        leave = await stack.enter_async_context(endpoint)
         publication = publisher.publish(cache.tokens)
         segment = publication.segment
         console.tell(
@@ -124,11 +131,15 @@ async def publish(arguments: argparse.Namespace, console: Console) -> int:
         work = asyncio.create_task(_put_layers(arguments, cache, publication, console))
         told = asyncio.create_task(until_told(arguments.serve_for))
         try:
-            await asyncio.wait((work, told), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((work, told, denied), return_when=asyncio.FIRST_COMPLETED)
             if work.done():
                 work.result()
+            await asyncio.wait((told, denied), return_when=asyncio.FIRST_COMPLETED)
+            if denied.done():
+                denied.result()
             reason = await told
         finally:
+            denied.cancel()
             for task in (work, told):
                 task.cancel()
             await asyncio.gather(work, told, return_exceptions=True)
@@ -183,24 +194,51 @@ async def _listening(
 
 @asynccontextmanager
 async def _connected(
-    arguments: argparse.Namespace, publisher: Publisher, console: Console
+    arguments: argparse.Namespace,
+    publisher: Publisher,
+    console: Console,
+    token: TokenFile,
+    denied: asyncio.Future[None],
 ) -> AsyncIterator[Callable[[], Awaitable[None]]]:
-    """A session with a relay, dialled again whenever it is lost."""
+    """A session with a relay, dialled again whenever it is lost.
+
+    `denied` fails when the relay does not let us publish. Once it has, that is no end: then it is told, and
+    tried again with the token that the file holds by then.
+    """
     current: list[moqt.Session] = []
     up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    accepted = False
+
+    def check(error: Exception) -> None:
+        if not accepted and not denied.done() and token.advice(error) is not None:
+            denied.set_exception(error)
+
+    def announced(_namespace: TrackNamespace, error: Exception | None) -> None:
+        nonlocal accepted
+        if error is None:
+            accepted = True
+            console.tell("announced", f"{arguments.connect} takes the publication")
+        else:
+            check(error)
+            advice = token.advice(error)
+            console.tell("refused", advice or f"the publication is not announced: {error}", error=str(error))
 
     async def keep() -> None:
         attempt = 0
         while True:
             try:
-                async with moqt.connect(
-                    arguments.connect,
-                    ca=arguments.ca,
-                    tracks=publisher.tracks,
-                    announce=True,
-                    tokens=tokens_of(arguments),
-                    options=options_of(arguments),
-                ) as session:
+                async with (
+                    moqt.connect(
+                        arguments.connect,
+                        ca=arguments.ca,
+                        tracks=publisher.tracks,
+                        announce=True,
+                        tokens=token.read(),
+                        options=options_of(arguments),
+                    ) as session,
+                    token.renewing(session),
+                ):
+                    session.on_announced = announced
                     current[:] = [session]
                     attempt = 0
                     console.tell("connected", f"connected to {arguments.connect}", uri=arguments.connect)
@@ -213,9 +251,11 @@ async def _connected(
                     return
                 error = failure
             current.clear()
+            check(error)
             pause = BACK_OFF[min(attempt, len(BACK_OFF) - 1)]
             attempt += 1
-            console.tell("lost", f"{error}; trying again in {pause:g} s", error=str(error), pause=pause)
+            text = token.advice(error) or str(error)
+            console.tell("lost", f"{text}; trying again in {pause:g} s", error=str(error), pause=pause)
             await asyncio.sleep(pause)
 
     async def leave() -> None:
@@ -235,7 +275,8 @@ def main() -> int:
     """The command."""
     arguments = parser().parse_args()
     console = Console(as_json=arguments.json)
-    return run(lambda: publish(arguments, console), console, arguments.verbose)
+    token = token_of(arguments)
+    return run(lambda: publish(arguments, token, console), console, arguments.verbose, token)
 
 
 if __name__ == "__main__":

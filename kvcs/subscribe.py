@@ -19,13 +19,14 @@ from kvcs.console import (
     add_common,
     describe_missing,
     run,
-    tokens_of,
+    token_of,
 )
 from kvcs.discovery import DISCOVERY_WAIT
 from kvcs.identity import Descriptor, ScopeKey, Tokens, token_array
 from kvcs.layout import Tensor
 from kvcs.subscriber import CacheIncomplete, NothingFound, Reception, Subscriber
 from moqt.console import options_of
+from moqt.credentials import TokenFile
 from moqt.errors import UsageError
 
 DESCRIPTION = """\
@@ -91,16 +92,19 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-async def subscribe(arguments: argparse.Namespace, console: Console) -> int:
+async def subscribe(arguments: argparse.Namespace, token: TokenFile, console: Console) -> int:
     """Receive the cache; the exit code."""
     descriptor = files.read_descriptor(arguments.descriptor)
     tokens = files.read_tokens(arguments.tokens)
     scope_key = ScopeKey.from_file(arguments.scope_key)
     files.check_writable(arguments.output, descriptor)
     layers = _layers(arguments.layers)
-    async with moqt.connect(
-        arguments.uri, ca=arguments.ca, tokens=tokens_of(arguments), options=options_of(arguments)
-    ) as session:
+    async with (
+        moqt.connect(
+            arguments.uri, ca=arguments.ca, tokens=token.read(), options=options_of(arguments)
+        ) as session,
+        token.renewing(session),
+    ):
         subscriber = Subscriber(
             session, descriptor, scope_key, patience=arguments.patience, budget=arguments.budget
         )
@@ -230,7 +234,8 @@ def main() -> int:
     """The command."""
     arguments = parser().parse_args()
     console = Console(as_json=arguments.json)
-    return run(lambda: subscribe(arguments, console), console, arguments.verbose)
+    token = token_of(arguments)
+    return run(lambda: subscribe(arguments, token, console), console, arguments.verbose, token)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
 
+from moqt.authorization import Action
 from moqt.errors import (
     ConnectionLost,
     DeadlineExceeded,
@@ -22,12 +24,14 @@ from moqt.errors import (
 from moqt.quic.api import ConnectionClosed
 from moqt.requests import RequestStream
 from moqt.states import Sender
-from moqt.wire import Goaway, Message, Parameters, Request, RequestError, RequestOk, RequestUpdate
+from moqt.wire import Goaway, Message, Parameters, Request, RequestError, RequestOk, RequestUpdate, Token
 
 if TYPE_CHECKING:
     from moqt.session import Session
 
 __all__ = ["OwnRequest", "ask", "in_time", "rejected", "session_error"]
+
+logger = logging.getLogger(__name__)
 
 
 class OwnRequest:
@@ -65,6 +69,15 @@ class OwnRequest:
     def lost(self, error: Exception) -> None:
         """The connection has ended; all that came on the request stream was read."""
         self.fail(error)
+
+    async def renew(self, tokens: tuple[Token, ...]) -> None:
+        """Give the peer new tokens for it, if it goes on (moqt 5.3). When the peer does not take them, the
+        request ends, and tells so.
+        """
+        try:
+            await self._update(Parameters(tokens=tokens), self.session.ids.next())
+        except MoqtError as error:
+            logger.info("%s: a token was not renewed: %s", self.session.connection.id, error)
 
     def _on_message(self, message: Message) -> None:
         """A message that is no answer to an update came."""
@@ -107,7 +120,7 @@ class OwnRequest:
         if future.done():  # Nobody waits any more.
             return
         if isinstance(message, RequestError):
-            future.set_exception(rejected(message))
+            future.set_exception(rejected(message, Action.REQUEST_UPDATE))
         else:
             future.set_result(message)
 
@@ -199,7 +212,8 @@ async def _exchange(channel: RequestStream, fin: bool) -> Message:
         pass
     assert reply is not None  # FIN without a reply is an error (moqt 3.4).
     if isinstance(reply, RequestError):
-        raise rejected(reply)
+        assert channel.request is not None
+        raise rejected(reply, Action.of(channel.request))
     return reply
 
 
@@ -219,9 +233,11 @@ def _ended() -> RequestRejected:
     return RequestRejected(RequestCode.INTERNAL_ERROR, "the request is over, nothing can be updated")
 
 
-def rejected(message: RequestError) -> RequestRejected:
-    """The exception for a REQUEST_ERROR."""
-    return RequestRejected(message.code, message.reason, message.retry_after, message.redirect)
+def rejected(message: RequestError, action: Action) -> RequestRejected:
+    """The exception for a REQUEST_ERROR that answers `action`."""
+    return RequestRejected(
+        message.code, message.reason, message.retry_after, message.redirect, what=action.name
+    )
 
 
 def session_error(closed: ConnectionClosed) -> MoqtError:

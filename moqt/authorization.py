@@ -62,6 +62,11 @@ class Action(Enum):
     TRACK_STATUS = auto()
     SUBSCRIBE_TRACKS = auto()
 
+    @classmethod
+    def of(cls, message: Request) -> Action:
+        """What `message` asks for."""
+        return _ACTIONS[type(message)]
+
 
 _ACTIONS: Final[dict[type[Request], Action]] = {
     PublishNamespace: Action.PUBLISH_NAMESPACE,
@@ -120,7 +125,7 @@ class AccessRequest:
         else:
             namespace, name = message.track.namespace, message.track.name
         return cls(
-            action=_ACTIONS[type(message)],
+            action=Action.of(message),
             namespace=namespace,
             name=name,
             tokens=tuple(tokens),

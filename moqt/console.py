@@ -46,6 +46,9 @@ class Connecting:
         "CA certificates to trust, PEM (default: the public ones)",
         section="connections and output",
     )
+    token: Path | None = option(
+        None, "FILE", "the token (C4M) to show the peers that are dialled; looked at again while they last"
+    )
     json: bool = option(False, "", "print one JSON object a line, for machines")
     qlog: Path | None = option(None, "DIR", "write qlog files of the connections to DIR")
     datagram_size: int = option(

@@ -177,21 +177,27 @@ class StreamStopped(MoqtError):
 
 
 class RequestRejected(MoqtError):
-    """The peer answered REQUEST_ERROR.
+    """The peer answered REQUEST_ERROR to `what`.
 
     `retry_after` is in seconds (0.0: at once), None when the peer asks not to retry. `redirect` comes with
     REDIRECT only.
     """
 
     def __init__(
-        self, code: int, reason: str, retry_after: float | None = None, redirect: Redirect | None = None
+        self,
+        code: int,
+        reason: str,
+        retry_after: float | None = None,
+        redirect: Redirect | None = None,
+        what: str = "the request",
     ) -> None:
         tail = f": {printable(reason)}" if reason else ""
-        super().__init__(f"the peer rejected the request with {code_text(RequestCode, code)}{tail}")
+        super().__init__(f"the peer rejected {what} with {code_text(RequestCode, code)}{tail}")
         self.code = code
         self.reason = reason
         self.retry_after = retry_after
         self.redirect = redirect
+        self.what = what
 
 
 class RequestRefused(MoqtError):

@@ -5,21 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moqt.asking import OwnRequest
 from moqt.authorization import Authority, Denied
 from moqt.errors import (
-    ConnectionLost,
     MoqtError,
     ProtocolError,
     RequestCode,
     RequestRefused,
     RequestRejected,
     ResetCode,
-    SessionClosed,
     SessionCode,
     StreamReset,
 )
@@ -148,6 +145,18 @@ class Announcement(OwnRequest):
     def __init__(self, session: Session, stream: RequestStream, namespace: TrackNamespace) -> None:
         super().__init__(session, stream)
         self.namespace = namespace
+        self.over = asyncio.Event()
+        """Set when the peer does not take it any more."""
+
+    @property
+    def error(self) -> Exception | None:
+        """Why the peer does not take it any more; None while it does."""
+        return self._error
+
+    def fail(self, error: Exception) -> None:
+        """The peer does not take it any more."""
+        super().fail(error)
+        self.over.set()
 
     async def close(self) -> None:
         """Withdraw the namespace (moqt 11). Idempotent."""
@@ -175,23 +184,50 @@ async def announce(session: Session) -> None:
 
 
 async def _announce_one(session: Session, namespace: TrackNamespace, withdrawn: asyncio.Event) -> None:
+    """Keep one namespace announced until it is withdrawn. What is refused is tried again when the peer
+    invites to (moqt 4.2), and when we have other tokens.
+    """
     while not withdrawn.is_set():
-        try:
-            announcement = await session.publish_namespace(namespace)
-        except (SessionClosed, ConnectionLost):
+        renewed = session.renewed
+        error = await _announce_once(session, namespace, withdrawn)
+        if error is None or session.closed:
             return
-        except MoqtError as error:
-            again = error.retry_after if isinstance(error, RequestRejected) else None
-            log = logger.error if again is None else logger.warning
-            log("%s: %s was not announced: %s", session.connection.id, format_namespace(namespace), error)
-            if again is None:
-                return
-            with suppress(TimeoutError):  # moqt 4.2: the peer invites us to try again then.
-                async with asyncio.timeout(max(again, 0.1)):
-                    await withdrawn.wait()
-        else:
-            await withdrawn.wait()
-            await announcement.close()
+        again = error.retry_after if isinstance(error, RequestRejected) else None
+        log = logger.error if again is None else logger.warning
+        log("%s: %s was not announced: %s", session.connection.id, format_namespace(namespace), error)
+        if session.on_announced is not None:
+            session.on_announced(namespace, error)
+        await _first_of(withdrawn, renewed, seconds=None if again is None else max(again, 0.1))
+
+
+async def _announce_once(
+    session: Session, namespace: TrackNamespace, withdrawn: asyncio.Event
+) -> Exception | None:
+    """Announce one namespace until it is withdrawn; returns why not, if the peer does not take it (any
+    more).
+    """
+    try:
+        announcement = await session.publish_namespace(namespace)
+    except MoqtError as error:
+        return error
+    if session.on_announced is not None:
+        session.on_announced(namespace, None)
+    await _first_of(withdrawn, announcement.over)
+    if not withdrawn.is_set():
+        return announcement.error
+    await announcement.close()
+    return None
+
+
+async def _first_of(*events: asyncio.Event, seconds: float | None = None) -> None:
+    """Wait until one of `events` is set, `seconds` at most."""
+    waiting = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
 
 
 async def take_namespace(

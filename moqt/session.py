@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from moqt.asking import OwnRequest, ask, in_time, session_error
@@ -105,11 +105,17 @@ class Session:
         """What the peer has announced, and how often."""
         self.peer_goaway: Goaway | None = None
         self.goaway_received = asyncio.Event()
+        self.on_announced: Callable[[TrackNamespace, Exception | None], None] | None = None
+        """Called when the peer accepts a namespace of `tracks`, and, with an error, when it does not take it
+        (any more).
+        """
+        self.renewed = asyncio.Event()
+        """Set by the next `renew`."""
         self.ids = RequestIds(is_client=connection.is_client)
         self.scheduler = Scheduler(connection)
         self.publishing = Publishing(self)
         self.subscribing = Subscribing(self)
-        self._tokens = tuple(tokens)
+        self.tokens = tuple(tokens)
         self.gate = Gate(policy or AllowAll(), connection, self.limits.max_auth_token_cache_size)
         self._ready = asyncio.Event()
         self._closed = asyncio.Event()
@@ -250,7 +256,7 @@ class Session:
         location_filter = filter or LocationFilter.next_object()
         self.subscribing.check_ranges(range_filters + (fill.range_filters if fill else ()))
         parameters = Parameters(
-            tokens=self._tokens,
+            tokens=self.tokens,
             forward=None if forward else False,
             subscriber_priority=None if priority == 128 else priority,
             location_filter=location_filter,
@@ -299,7 +305,7 @@ class Session:
             raise UsageError("a fetch needs an absolute range: the responder's Largest Object may be old")
         self.subscribing.check_ranges(range_filters)
         parameters = Parameters(
-            tokens=self._tokens,
+            tokens=self.tokens,
             subscriber_priority=None if priority == 128 else priority,
             location_filter=filter,
             group_order=order,
@@ -330,7 +336,7 @@ class Session:
         check_namespace(prefix)
         watch, _ = await ask(
             self,
-            lambda number: SubscribeNamespace(number, prefix, Parameters(tokens=self._tokens)),
+            lambda number: SubscribeNamespace(number, prefix, Parameters(tokens=self.tokens)),
             lambda stream: NamespaceWatch(self, stream, prefix),
             deadline,
         )
@@ -346,7 +352,7 @@ class Session:
         check_namespace(namespace)
         announcement, _ = await ask(
             self,
-            lambda number: PublishNamespace(number, namespace, Parameters(tokens=self._tokens)),
+            lambda number: PublishNamespace(number, namespace, Parameters(tokens=self.tokens)),
             lambda stream: Announcement(self, stream, namespace),
             deadline,
         )
@@ -357,7 +363,7 @@ class Session:
         """Ask for the Largest Object and the properties of `track`. Raises as `subscribe` does."""
         made, reply = await ask(
             self,
-            lambda number: TrackStatus(number, track, Parameters(tokens=self._tokens)),
+            lambda number: TrackStatus(number, track, Parameters(tokens=self.tokens)),
             lambda stream: OwnRequest(self, stream),
             deadline,
             fin=True,
@@ -365,6 +371,15 @@ class Session:
         self.forget(made)
         assert isinstance(reply, RequestOk)
         return TrackStatusResult(reply.parameters.largest, reply.properties)
+
+    async def renew(self, tokens: Sequence[Token]) -> None:
+        """Use `tokens` from now on, and for all requests of ours that go on (moqt 5.3). One whose tokens are
+        refused ends, and tells so.
+        """
+        self.tokens = tuple(tokens)
+        renewed, self.renewed = self.renewed, asyncio.Event()
+        renewed.set()
+        await asyncio.gather(*(made.renew(self.tokens) for made in self._requests))
 
     # What the rest of moqt needs of a session.
 
@@ -400,7 +415,7 @@ class Session:
             options = SetupOptions(
                 path=self.uri.path_option if self.uri else None,
                 authority=self.uri.authority if self.uri else None,
-                tokens=self._tokens,
+                tokens=self.tokens,
                 max_auth_token_cache_size=self.limits.max_auth_token_cache_size,
                 max_filter_ranges=self.limits.max_filter_ranges,
                 implementation=IMPLEMENTATION,
