@@ -267,7 +267,10 @@ async def test_untrusted_server(place: Place) -> None:
         (["--layers", "5-99"], "layers 5-99 do not lie within 0-11"),
         (["--layers", "x"], '--layers takes A-B or one layer, such as 0-7 or 3, not "x"'),
         (["--blocks", "0"], "the number of blocks is 1 or more, not 0"),
-        (["--datagram-size", "60000"], "max_datagram_size must be 1200 to 16000"),
+        (
+            ["--datagram-size", "60000"],
+            "--datagram-size: expected a whole number of at least 1200 and at most 16000",
+        ),
         (["--token", "nowhere"], "token file nowhere: No such file or directory"),
         (["--output", "received.txt"], "expected a name that ends in .safetensors or .npz"),
         (["--scope-key", "nowhere"], "scope key file nowhere: No such file or directory"),
