@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -47,10 +47,14 @@ class _Group:
 class Ledger:
     """The Locations received, with a checksum of each payload; `limit` of them at most, then the oldest
     Groups are forgotten.
+
+    A cache finds duplicates itself: with `cached`, which gives the Objects of a Group by their ID, nothing is
+    kept here for each Object, and `limit` bounds the Groups.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, cached: Callable[[int], Mapping[int, object]] | None = None) -> None:
         self._limit = limit
+        self._cached = cached
         self._count = 0
         self._groups: dict[int, _Group] = {}
         self._largest: Location | None = None
@@ -75,13 +79,14 @@ class Ledger:
         subgroup = None if header.datagram else header.subgroup
         if subgroup is not None:
             self._check_subgroup(group, subgroup, location, priority)
-        known = _Known(subgroup, len(payload), zlib.crc32(payload))
-        before = group.objects.setdefault(location.object, known)
-        if before is not known:
-            if before != known:
-                raise MalformedTrack(f"a second, different Object at {location}")
-            return False
-        self._count += 1
+        if self._cached is None:
+            known = _Known(subgroup, len(payload), zlib.crc32(payload))
+            before = group.objects.setdefault(location.object, known)
+            if before is not known:
+                if before != known:
+                    raise MalformedTrack(f"a second, different Object at {location}")
+                return False
+            self._count += 1
         if header.properties:
             check_object_properties(header.properties)
             self._check_gaps(location, header.properties)
@@ -139,9 +144,10 @@ class Ledger:
 
     def _check_gaps(self, location: Location, properties: Properties) -> None:
         """A gap must not cover an Object that came (moqt 13)."""
+        objects = self._cached or (lambda group: self._groups[group].objects)
         for kind, here, known in (
             (PropertyType.PRIOR_GROUP_ID_GAP, location.group, self._groups),
-            (PropertyType.PRIOR_OBJECT_ID_GAP, location.object, self._groups[location.group].objects),
+            (PropertyType.PRIOR_OBJECT_ID_GAP, location.object, objects(location.group)),
         ):
             gap = get(properties, kind)
             if isinstance(gap, int) and (gap > here or _any_within(known, here - gap, here)):

@@ -41,8 +41,8 @@ class StoredObject:
     """One Object of a Track. `payload` is its bytes in pieces, `size` their sum; a status Object has no
     payload.
 
-    In a cache, `missing` of the bytes have not come yet, and `payload` is complete with the last of them;
-    `lost` says that they never will. `pins` counts who is sending it.
+    `datagram` is its delivery mode. In a cache, `missing` of the bytes have not come yet, and `payload` is
+    complete with the last of them; `lost` says that they never will. `pins` counts who is sending it.
     """
 
     location: Location
@@ -52,6 +52,7 @@ class StoredObject:
     priority: int
     properties: bytes
     status: ObjectStatus = ObjectStatus.NORMAL
+    datagram: bool = False
     missing: int = 0
     lost: bool = False
     pins: int = 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 
 from moqt.errors import DoneCode, MalformedTrack, ResetCode
 from moqt.fetching import LAST, successor
@@ -23,11 +23,14 @@ __all__ = ["Cache", "CachedObject", "CachedTrack", "Writer"]
 SEGMENT = 1 << 20
 """Bytes for which memory is taken at once: no more than that before any of them has come."""
 
-OVERHEAD = 640
-"""Bytes that a cached Object takes besides its payload and properties, by our reckoning."""
+OVERHEAD = 480
+"""Bytes that a cached Object takes besides its payload and properties, as measured."""
+
+MAX_BUSY = 64
+"""Objects that can't be thrown out and are passed over at a time, to make room."""
 
 MAX_KNOWN = 1 << 20
-"""Locations remembered for each Track, to find contradictions (moqt 20.1)."""
+"""Groups remembered for each Track, to find contradictions (moqt 20.1)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,10 +38,13 @@ class CachedObject(StoredObject):
     """An Object of which `missing` bytes have not come; `writers` streams bring it.
 
     `first`, `ends` and `after` say how it came on a subgroup stream: as the first of its Subgroup, on a
-    stream that ends with the Group, behind that Object on the same stream (moqt 12.2, 12.6).
+    stream that ends with the Group, behind that Object on the same stream (moqt 12.2, 12.6). `older` and
+    `newer` are its neighbours in the order of use.
     """
 
-    segments: list[bytearray] = field(default_factory=list)
+    track: CachedTrack | None = None
+    segments: list[bytearray] | None = None
+    """What the payload is gathered in while it comes."""
     writers: int = 0
     expires: float = math.inf
     first: bool = False
@@ -46,16 +52,19 @@ class CachedObject(StoredObject):
     after: int | None = None
     hole: Hole | None = None
     """What it was fetched for, until somebody uses it."""
+    older: CachedObject | None = None
+    newer: CachedObject | None = None
 
     def since(self, offset: int) -> tuple[Buffer, ...]:
         if not offset and not self.missing:
             return self.payload
+        segments = self.segments or self.payload
         arrived = self.size - self.missing
         pieces = []
         while offset < arrived:
             number, place = divmod(offset, SEGMENT)
             stop = min(SEGMENT, arrived - number * SEGMENT)
-            pieces.append(memoryview(self.segments[number])[place:stop])
+            pieces.append(memoryview(segments[number])[place:stop])
             offset += stop - place
         return tuple(pieces)
 
@@ -78,7 +87,8 @@ class CachedObject(StoredObject):
     @property
     def cost(self) -> int:
         """Bytes of memory."""
-        return OVERHEAD + len(self.properties) + sum(map(len, self.segments))
+        taken = sum(map(len, self.segments)) if self.segments is not None else self.size - self.missing
+        return OVERHEAD + len(self.properties) + taken
 
 
 class Cache:
@@ -90,14 +100,18 @@ class Cache:
         self.limit = limit
         self.bytes = 0
         self.evicted = 0
-        self._items: OrderedDict[CachedObject, CachedTrack] = OrderedDict()
+        self._count = 0
+        # A ring through all Objects in the order of use: an OrderedDict takes 150 bytes for each.
+        self._ring = CachedObject(Location(0, 0), (), 0, 0, 0, b"")
+        self._ring.older = self._ring.newer = self._ring
 
     def __len__(self) -> int:
-        return len(self._items)
+        return self._count
 
-    def add(self, item: CachedObject, track: CachedTrack) -> None:
+    def add(self, item: CachedObject) -> None:
         """Take an Object in."""
-        self._items[item] = track
+        self._count += 1
+        self._link(item)
         self.grow(item.cost)
 
     def grow(self, size: int) -> None:
@@ -108,21 +122,42 @@ class Cache:
 
     def use(self, item: CachedObject) -> None:
         """It was wanted just now."""
-        if item in self._items:
-            self._items.move_to_end(item)
+        if item.newer is not None:
+            self._unlink(item)
+            self._link(item)
 
     def discard(self, item: CachedObject) -> None:
         """It is no longer kept; no effect if it was not."""
-        if self._items.pop(item, None) is not None:
+        if item.newer is not None:
+            self._unlink(item)
+            self._count -= 1
             self.bytes -= item.cost
 
+    def _link(self, item: CachedObject) -> None:
+        newest = self._ring.older
+        assert newest is not None
+        item.older, item.newer = newest, self._ring
+        newest.newer = self._ring.older = item
+
+    def _unlink(self, item: CachedObject) -> None:
+        assert item.older is not None
+        assert item.newer is not None
+        item.older.newer, item.newer.older = item.newer, item.older
+        item.older = item.newer = None
+
     def _trim(self) -> None:
-        while self.bytes > self.limit:
-            victim = next((item for item in self._items if not item.busy), None)
-            if victim is None:
+        busy = 0
+        while self.bytes > self.limit and busy < MAX_BUSY:
+            item = self._ring.newer
+            assert item is not None
+            if item.track is None:  # The ring's own: nothing is here.
                 break
-            self.evicted += 1
-            self._items[victim].evict(victim)
+            if item.busy:
+                busy += 1
+                self.use(item)  # So that it is not looked at each time.
+            else:
+                self.evicted += 1
+                item.track.evict(item)
 
 
 class Writer:
@@ -191,12 +226,14 @@ class CachedTrack(Track):
         self._cache = cache
         self._filler = filler
         self._holes = holes
-        self._ledger = Ledger(MAX_KNOWN)
+        self._ledger = Ledger(MAX_KNOWN, self._objects_of)
         self._told = LocationSet()
         self._streams: Counter[tuple[int, int]] = Counter()
         self._deferred: list[Callable[[], None]] | None = None
         self._waiters: list[Callable[[], None]] = []
-        self._ages: dict[CachedObject, None] = {}
+        self._count = 0
+        self._ages: OrderedDict[CachedObject, None] = OrderedDict()
+        """Those that expire, the first one first."""
         self._partial: set[CachedObject] = set()
         """Those of which something has not come."""
         self._lifetime = math.inf
@@ -251,7 +288,9 @@ class CachedTrack(Track):
                 header.subgroup,
                 priority,
                 header.raw_properties,
+                datagram=header.datagram,
                 missing=header.size,
+                track=self,
                 first=first,
                 ends=ends,
                 after=after,
@@ -262,7 +301,9 @@ class CachedTrack(Track):
             item.writers += 1  # So that it is not thrown out at once.
             self._store(item, header)
             item.writers -= 1
-        elif (item.size, item.subgroup, item.priority) != (header.size, header.subgroup, priority):
+        elif (item.size, item.datagram, item.priority) != (header.size, header.datagram, priority) or (
+            item.subgroup != header.subgroup and not item.datagram
+        ):
             raise MalformedTrack(f"a second, different Object at {location}")
         self.known.add(location, location)
         item.writers += 1  # Nothing can throw it out meanwhile.
@@ -276,7 +317,16 @@ class CachedTrack(Track):
 
     def extend(self, item: CachedObject, data: memoryview) -> None:
         """The next bytes of an Object."""
+        if len(data) == item.size:  # One copy, and nothing to gather it in.
+            item.payload = (bytes(data),)
+            item.missing = 0
+            self._partial.discard(item)
+            self._cache.grow(item.size)
+            self._tell_piece(item, memoryview(item.payload[0]))
+            data = data[:0]
         while data:
+            if item.segments is None:
+                item.segments = []
             place = (item.size - item.missing) % SEGMENT
             if not place:
                 segment = bytearray(min(item.missing, SEGMENT))
@@ -289,11 +339,14 @@ class CachedTrack(Track):
             data = data[size:]
             if not item.missing:
                 item.payload = tuple(item.segments)
+                item.segments = None
                 self._partial.discard(item)
-            piece = memoryview(segment)[place : place + size]
-            for watcher in list(self._watchers):
-                watcher.on_piece(item, piece)
+            self._tell_piece(item, memoryview(segment)[place : place + size])
         self._changed()
+
+    def _tell_piece(self, item: CachedObject, piece: memoryview) -> None:
+        for watcher in list(self._watchers):
+            watcher.on_piece(item, piece)
 
     def left(self, item: CachedObject, code: int, *, resume: bool) -> None:
         """No stream brings `item` any more. What has not come is unknown."""
@@ -357,7 +410,7 @@ class CachedTrack(Track):
 
     def release(self, hole: Hole) -> None:
         """What was fetched for a hole, and nobody has used, need not stay."""
-        for item in self._ages:
+        for item in self.kept():
             if item.hole is hole:
                 item.hole = None
 
@@ -368,8 +421,15 @@ class CachedTrack(Track):
 
     def clear(self) -> None:
         """Keep nothing."""
-        for item in list(self._ages):
+        for item in list(self.kept()):
             self.evict(item)
+
+    def kept(self) -> Iterator[CachedObject]:
+        """The Objects that are here, or on their way."""
+        for entry in self._groups.values():
+            for item in entry.objects.values():
+                assert isinstance(item, CachedObject)
+                yield item
 
     # Catching up after a publisher was lost.
 
@@ -421,7 +481,7 @@ class CachedTrack(Track):
     @property
     def empty(self) -> bool:
         """Whether nothing of it is kept."""
-        return not self._ages
+        return not self._count
 
     @property
     def blank(self) -> bool:
@@ -492,9 +552,10 @@ class CachedTrack(Track):
 
     def evict(self, item: CachedObject) -> None:
         """Keep an Object no longer; from now on it is unknown (moqt 15 #6)."""
-        if item not in self._ages:
+        if item.newer is None:
             return
-        del self._ages[item]
+        self._count -= 1
+        self._ages.pop(item, None)
         self._partial.discard(item)
         self._cache.discard(item)
         self._take_from_hole(item)
@@ -508,7 +569,7 @@ class CachedTrack(Track):
             self._group_ids.remove(group)
         self.known.remove(item.location, item.location)
         self.on_lack()
-        if not self._ages:
+        if not self._count:
             self.on_idle()
 
     # Inside.
@@ -531,11 +592,13 @@ class CachedTrack(Track):
         if len(entry.ids) > 1 and entry.ids[-2] > location.object:
             entry.ids.sort()
         item.expires = asyncio.get_running_loop().time() + self._lifetime
-        self._ages[item] = None
+        self._count += 1
         if item.missing:
             self._partial.add(item)
-        self._set_timer()
-        self._cache.add(item, self)
+        if self._lifetime < math.inf:
+            self._ages[item] = None
+            self._set_timer()
+        self._cache.add(item)
         for kind, here in (
             (PropertyType.PRIOR_GROUP_ID_GAP, location.group),
             (PropertyType.PRIOR_OBJECT_ID_GAP, location.object),
@@ -556,6 +619,10 @@ class CachedTrack(Track):
         item = CachedObject(location, (), 0, header.subgroup, priority, b"", header.status, ends=ends)
         if live:
             self._tell_once(item)
+
+    def _objects_of(self, group: int) -> Mapping[int, StoredObject]:
+        entry = self._groups.get(group)
+        return entry.objects if entry is not None else {}
 
     def _tell_once(self, item: StoredObject) -> None:
         self._tell_or_defer(lambda: self._tell_now(item))
@@ -581,7 +648,7 @@ class CachedTrack(Track):
             wake()
 
     def _set_timer(self) -> None:
-        if self._timer is None and self._lifetime < math.inf:
+        if self._timer is None:
             oldest = next(iter(self._ages))
             self._timer = asyncio.get_running_loop().call_at(oldest.expires + 0.001, self._on_timer)
 

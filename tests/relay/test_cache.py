@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 
 import pytest
 
 from moqt import (
     Fill,
+    FullTrackName,
     GroupOrder,
     Location,
     LocationFilter,
@@ -18,8 +20,10 @@ from moqt import (
     Track,
 )
 from moqt.errors import DoneCode, ResetCode, StreamReset
-from moqt.relay.cache import OVERHEAD
-from moqt.wire import PropertyType
+from moqt.relay.cache import OVERHEAD, Cache, CachedTrack
+from moqt.relay.inlets import SubgroupInlet
+from moqt.track import Hole
+from moqt.wire import ObjectHeader, ObjectStatus, PropertyType, SubgroupHeader
 from tests.moqt.scene import EVERYTHING, at_hand, collect, filled, make_track, noise, objects, piece
 from tests.relay.network import Network, join, network, until
 
@@ -64,7 +68,7 @@ async def test_fetch_over_holes_after_eviction(order: GroupOrder) -> None:
     async with network(track) as net:
         assert await fetched(net, track, order) == in_order(track, order)
         cached = net.cached(track.name)
-        for item in list(cached._ages):
+        for item in list(cached.kept()):
             if item.location in {Location(0, 1), Location(1, 0), Location(1, 1), Location(3, 3)}:
                 cached.evict(item)
         before = net.upstream_bytes
@@ -111,7 +115,7 @@ async def test_the_cache_is_bounded_and_the_least_recently_used_goes_first() -> 
         await fetched(net, track, GroupOrder.ASCENDING, LocationFilter.groups(5, 8))
         cached = net.cached(track.name)
         assert net.relays[0].cache.bytes <= limit
-        kept = {item.location.group for item in cached._ages}
+        kept = {item.location.group for item in cached.kept()}
         assert kept == {0, 5, 6, 7, 8}
         assert await fetched(net, track, GroupOrder.ASCENDING) == in_order(track, GroupOrder.ASCENDING)
 
@@ -146,7 +150,7 @@ async def test_an_object_that_is_being_sent_is_not_thrown_out() -> None:
         net.tracks.add(other)
         filled(other, [0], 8, 100_000)
         assert await fetched(net, other, GroupOrder.ASCENDING) == in_order(other, GroupOrder.ASCENDING)
-        kept = {item.location for item in net.cached(track.name)._ages}
+        kept = {item.location for item in net.cached(track.name).kept()}
         assert kept == {Location(0, 0), Location(0, 1)}
         net.links[-1].resume()
         track.end_group(0, 2)
@@ -252,3 +256,31 @@ async def test_a_fetch_inside_an_object_breaks_when_the_rest_can_t_come() -> Non
         with pytest.raises(StreamReset) as caught:
             await collect(fetch)
         assert caught.value.code == ResetCode.INTERNAL_ERROR
+
+
+@pytest.mark.parametrize(("size", "most"), [(1024, 1.5), (4096, 1.15), (32768, 1.03)])
+async def test_memory_against_payload(size: int, most: float) -> None:
+    """What the cache takes, and that it reckons with what it takes."""
+    cache = Cache(1 << 30)
+    track = CachedTrack(FullTrackName((b"n",), b"t"), cache, lambda _, start, end, __: Hole(start, end))
+    payload = bytes(size)
+    count = 16
+    for group in range(16):  # Tables grow by doubling: the sizes of them are averaged out.
+        header = SubgroupHeader(0, group, 0, 128)
+        if group == 1:
+            tracemalloc.start()
+            before = cache.bytes
+        inlet = SubgroupInlet(track, header)
+        for number in range(count + 8 * group):
+            write = inlet.object(
+                ObjectHeader(Location(group, number), 0, 128, (), b"", ObjectStatus.NORMAL, size)
+            )
+            assert write is not None
+            write(memoryview(payload)[: size // 3])
+            write(memoryview(payload)[size // 3 :])
+        inlet.end(None)
+    taken = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    kept = sum(item.size for item in track.kept() if item.location.group)
+    assert taken < most * kept
+    assert 0.85 * taken < cache.bytes - before < 1.15 * taken

@@ -248,7 +248,7 @@ async def test_a_namespace_is_offered_as_long_as_it_is_whole_in_the_cache() -> N
         await asyncio.sleep(0.1)
         assert list(late.namespaces) == [NAMESPACE]
         cached = net.cached(track.name)
-        cached.evict(next(iter(cached._ages)))
+        cached.evict(next(iter(cached.kept())))
         await asyncio.sleep(0.1)
         assert not watch.namespaces
         assert not late.namespaces
