@@ -40,8 +40,10 @@ def main() -> None:
     for size in arguments.sizes:
         found = [
             subprocess.run(
-                [sys.executable, "-m", "benchmarks.cache", "--one", kind]
-                + ["--sizes", str(size), "--megabytes", str(arguments.megabytes)],
+                [
+                    *(sys.executable, "-m", "benchmarks.cache", "--one", kind),
+                    *("--sizes", str(size), "--megabytes", str(arguments.megabytes)),
+                ],
                 check=True,
                 capture_output=True,
                 text=True,

@@ -237,9 +237,11 @@ class Stage:
             "followed tracks": lambda: [
                 str(feed.name)
                 for feed in relay.feeds.values()
-                if feed._sources or feed._holes or feed._askers
+                if feed._sources or feed._holes.open or feed._askers
             ],
-            "pinned Objects": lambda: sum(item.busy for item in relay.cache._items),
+            "pinned Objects": lambda: sum(
+                item.busy for feed in relay.feeds.values() for item in feed.track.kept()
+            ),
         }
         end = time.monotonic() + PATIENCE
         while left := {what: found for what, table in tables.items() if (found := table())}:
