@@ -236,7 +236,7 @@ class Segment:
     order.
 
     It takes arrays of `tokens` tokens: those from `first_block` on. The last `tail` of them fill no block and
-    are not published (kvcs 14 #12): consumers compute them.
+    are not published (kvcs 14 #12): consumers compute them, and the arrays may lack them.
     """
 
     def __init__(
@@ -266,7 +266,7 @@ class Segment:
     ) -> None:
         """Publish one layer as soon as it is computed: layers 0, 1, ... in turn (kvcs 3.3).
 
-        `k` and `v` are arrays of `tokens` tokens in `order`, in the descriptor's dtype; v is None with
+        `k` and `v` are arrays of `tokens` tokens (or without the `tail`) in `order`, in the descriptor's dtype; v is None with
         attention "mla". They are not copied where they are contiguous in the order of sections, and must not
         change afterwards. Returns when the Objects are queued. Raises InvalidTensor, and InvalidValue for a
         layer out of turn.
@@ -296,10 +296,11 @@ class Segment:
                     raise InvalidValue('v may be None only with attention "mla"')
                 continue
             blocks, tail = to_blocks(array, geometry, order, component)
-            if (len(blocks), tail) != (self.blocks, self.tail):
+            if len(blocks) != self.blocks or tail not in (0, self.tail):
                 size = geometry.block_tokens
+                without = f", or {self.blocks * size} without the tail" if self.tail else ""
                 raise InvalidValue(
-                    f"segment {self.number} takes arrays of {self.tokens} tokens, "
+                    f"segment {self.number} takes arrays of {self.tokens} tokens{without}, "
                     f"{component.text} has {len(blocks) * size + tail}"
                 )
             sections[component] = blocks

@@ -91,6 +91,20 @@ async def test_tokens_that_fill_no_block_are_told(number: int) -> None:
 # Several things at once
 
 
+async def test_arrays_may_lack_the_tail() -> None:
+    segment = publisher().publish([*TOKENS, 99]).segment
+    assert (segment.tokens, segment.tail) == (7, 1)
+    longer = [np.concatenate((tensor, tensor[:1])) for tensor in CACHE[0]]
+    await segment.put_layer(0, *longer)
+    await segment.put_layer(1, *CACHE[0])
+    objects = stored(segment.publication, "k.raw.s0")
+    for block in range(BLOCKS):
+        assert bytes(objects[0, block].payload[1]) == bytes(objects[1, block].payload[1])
+    for wrong in (CACHE[0][0][:5], np.concatenate((longer[0], longer[0][:1]))):
+        with pytest.raises(InvalidValue, match="takes arrays of 7 tokens, or 6 without the tail, k has"):
+            await segment.put_layer(2, wrong, CACHE[0][1])
+
+
 async def test_layers_put_at_once_are_published_in_turn() -> None:
     """Tasks that are made in order; also for two segments, side by side."""
     async with stage() as scene:
