@@ -83,6 +83,11 @@ def read(path: str | Path, *, descriptor: Descriptor | None = None) -> CacheFile
     """
     path = Path(path)
     reader, _ = _format(path)
+    try:
+        with path.open("rb"):
+            pass  # before the readers, which take what can't be opened for a bad format
+    except OSError as error:
+        raise FileFault(f"cache file {path}: {error.strerror}") from error
     text, tensors = reader(path)
     if text is not None:
         try:
@@ -166,7 +171,9 @@ def read_tokens(path: str | Path) -> np.ndarray[Any, np.dtype[np.int64]]:
             if not isinstance(values, list) or not all(type(value) is int for value in values):
                 raise ValueError("expected a JSON array of integers")
         return token_array(values)
-    except (OSError, ValueError, EOFError) as error:
+    except OSError as error:
+        raise FileFault(f"token file {path}: {error.strerror}") from error
+    except (ValueError, EOFError) as error:
         raise FileFault(f"token file {path}: {error}") from error
 
 
@@ -174,7 +181,9 @@ def read_descriptor(path: str | Path) -> Descriptor:
     """Read a Compatibility Descriptor from a JSON file. Raises FileFault."""
     try:
         return Descriptor.parse(Path(path).read_bytes())
-    except (OSError, InvalidDescriptor) as error:
+    except OSError as error:
+        raise FileFault(f"descriptor file {path}: {error.strerror}") from error
+    except InvalidDescriptor as error:
         raise FileFault(f"descriptor file {path}: {error}") from error
 
 
