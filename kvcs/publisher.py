@@ -266,10 +266,10 @@ class Segment:
     ) -> None:
         """Publish one layer as soon as it is computed: layers 0, 1, ... in turn (kvcs 3.3).
 
-        `k` and `v` are arrays of `tokens` tokens (or without the `tail`) in `order`, in the descriptor's dtype; v is None with
-        attention "mla". They are not copied where they are contiguous in the order of sections, and must not
-        change afterwards. Returns when the Objects are queued. Raises InvalidTensor, and InvalidValue for a
-        layer out of turn.
+        `k` and `v` are arrays of `tokens` tokens (or without the `tail`) in `order`, in the descriptor's
+        dtype; v is None with attention "mla". They are not copied where they are contiguous in the order of
+        sections, and must not change afterwards. Returns when the Objects are queued. Raises InvalidTensor,
+        and InvalidValue for a layer out of turn.
         """
         async with self._putting:
             self.publication._check_open()

@@ -414,5 +414,5 @@ def test_descriptor_file(tmp_path: Path) -> None:
     path.write_text("{}")
     with pytest.raises(FileFault, match=r"descriptor file .*descriptor\.json: .*no member 'profile'"):
         read_descriptor(path)
-    with pytest.raises(FileFault, match="missing: No such file or directory$"):
+    with pytest.raises(FileFault, match=r"missing: No such file or directory$"):
         read_descriptor(tmp_path / "missing")
