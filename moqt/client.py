@@ -13,6 +13,7 @@ from moqt.limits import Limits
 from moqt.quic.api import QuicOptions
 from moqt.quic.udp import dial
 from moqt.session import Session
+from moqt.stats import Stats
 from moqt.track import Tracks
 from moqt.uri import MoqtUri
 from moqt.wire import DRAFT_22, Token
@@ -31,6 +32,7 @@ async def connect(
     policy: Policy | None = None,
     options: QuicOptions | None = None,
     limits: Limits | None = None,
+    stats: Stats | None = None,
     deadline: float = 10.0,
 ) -> AsyncIterator[Session]:
     """A session with the server at `uri`, closed at the end of the block.
@@ -57,6 +59,7 @@ async def connect(
         tokens=tokens,
         policy=policy,
         limits=limits,
+        stats=stats,
         uri=parsed,
     )
     try:

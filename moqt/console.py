@@ -130,7 +130,9 @@ def run(
     FAILED; UsageError and `usage` become USAGE.
     """
     level = (logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)]
-    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Formatter("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=level, handlers=[handler])
     # aioquic warns of TLS failures, which come as exceptions with a better text.
     logging.getLogger("quic").setLevel(level if verbose else logging.ERROR)
     expected: tuple[type[Exception], ...] = (MoqtError, OSError, *failures)
@@ -140,10 +142,24 @@ def run(
         console.error("interrupted")
         return FAILED
     except expected as error:
-        console.error(str(error))
+        console.error(_sentence(error))
         return USAGE if isinstance(error, (UsageError, *usage)) else FAILED
     finally:
         console.close()
+
+
+class _Formatter(logging.Formatter):
+    """Escapes what can't be printed: aioquic logs what peers say as it is."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        text = super().formatMessage(record)
+        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error)
 
 
 class Signals:

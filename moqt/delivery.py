@@ -320,6 +320,7 @@ class Delivery(TrackWatcher):
                 await self._drained.wait()
             assert self._ending is not None
             await self.request.send(PublishDone(self._ending, self.stream_count, ""), fin=True)
+            self.session.stats.done[self._ending.name] += 1
         except StreamStopped:
             self.request.cancel()  # The subscriber has left meanwhile.
         finally:

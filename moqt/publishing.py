@@ -61,6 +61,16 @@ class Publishing:
         self._fetching: set[asyncio.Task[None]] = set()
         self._subscriptions: dict[Delivery, asyncio.Task[None]] = {}
 
+    @property
+    def subscriptions(self) -> int:
+        """How many are served."""
+        return len(self._subscriptions)
+
+    @property
+    def fetches(self) -> int:
+        """How many are served."""
+        return self._fetches
+
     async def subscribe(self, stream: RequestStream, message: Subscribe, authority: Authority) -> None:
         """Serve a SUBSCRIBE. Raises RequestRefused before the reply."""
         parameters = message.parameters

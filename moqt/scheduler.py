@@ -175,6 +175,11 @@ class Scheduler:
         """Streams are more or less urgent than their place in the heaps says."""
         connection.feeder = self._feed
 
+    @property
+    def backlog(self) -> int:
+        """Bytes that wait here."""
+        return sum(outgoing.backlog for heap in (self._open, self._unopened) for *_, outgoing in heap)
+
     def start(self, outgoing: Outgoing) -> None:
         """Send what `outgoing` has; streams with a source need this once."""
         self._queue(outgoing)

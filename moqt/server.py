@@ -14,6 +14,7 @@ from moqt.limits import Limits
 from moqt.quic.api import Connection, QuicOptions
 from moqt.quic.udp import Listener, ListenLimits, listen
 from moqt.session import Session
+from moqt.stats import Stats
 from moqt.track import Tracks
 from moqt.wire import DRAFT_22
 
@@ -34,6 +35,7 @@ class Server:
         limits: Limits | None,
         announce: bool,
         policy: Policy | None,
+        stats: Stats | None = None,
     ) -> None:
         self.sessions: set[Session] = set()
         self._tracks = tracks
@@ -41,6 +43,7 @@ class Server:
         self._limits = limits
         self._announce = announce
         self._policy = policy
+        self._stats = stats
         self._listener: Listener | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -55,6 +58,12 @@ class Server:
         """Where it listens, as text."""
         assert self._listener is not None
         return list(self._listener.addresses)
+
+    @property
+    def connections_refused(self) -> int:
+        """First packets of clients that a limit left without an answer."""
+        assert self._listener is not None
+        return self._listener.refused
 
     async def finish(self, code: DoneCode, *, deadline: float) -> None:
         """End all subscriptions of all sessions with PUBLISH_DONE `code`; `deadline` seconds at most."""
@@ -82,6 +91,7 @@ class Server:
             announce=self._announce,
             limits=self._limits,
             policy=self._policy,
+            stats=self._stats,
         )
         try:
             async with session:
@@ -145,16 +155,17 @@ async def serve(
     options: QuicOptions | None = None,
     limits: Limits | None = None,
     listening: ListenLimits | None = None,
+    stats: Stats | None = None,
 ) -> AsyncIterator[Server]:
     """Listen on `host` ("::" takes IPv4 too) and `port` (0: any) until the end of the block; all sessions
     offer `tracks`, to whom `policy` allows it (default: to everybody). `limits` are for each session,
-    `listening` for all connections.
+    `listening` for all connections; what is counted goes into `stats`.
 
     `certificate` and `key` are PEM files. `on_session` runs for each session once SETUP is done; the session
     goes on after it returns, until it is closed. Raises UsageError for files that can't be used, OSError for
     an address that can't be bound.
     """
-    server = Server(tracks, on_session, limits, announce, policy)
+    server = Server(tracks, on_session, limits, announce, policy, stats)
     server._listener = await listen(
         host,
         port,

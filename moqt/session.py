@@ -38,6 +38,7 @@ from moqt.reception import Sink
 from moqt.requests import RequestIds, RequestStream, namespace_of, subject_of
 from moqt.scheduler import Scheduler
 from moqt.states import Sender
+from moqt.stats import Stats
 from moqt.subscribing import FetchStream, Fill, Subscribing, Subscription, TrackStatusResult
 from moqt.track import Tracks
 from moqt.uri import MoqtUri
@@ -93,12 +94,14 @@ class Session:
         tokens: Sequence[Token] = (),
         policy: Policy | None = None,
         limits: Limits | None = None,
+        stats: Stats | None = None,
         uri: MoqtUri | None = None,
     ) -> None:
         self.connection = connection
         self.tracks = Tracks() if tracks is None else tracks
         self.announce = connection.is_client and tracks is not None if announce is None else announce
         self.limits = Limits() if limits is None else limits
+        self.stats = Stats() if stats is None else stats
         self.uri = uri
         self.peer_setup = SetupOptions()
         self.peer_namespaces: dict[TrackNamespace, int] = {}
@@ -141,6 +144,7 @@ class Session:
 
     async def start(self) -> None:
         """Exchange SETUP. Raises DeadlineExceeded, SessionClosed, ConnectionLost."""
+        self.stats.begin(self)
         accepting = self.spawn(self._accept(), "accept", reads=True)
         self._watcher = asyncio.create_task(self._watch(accepting), name=f"{self.connection.id} end")
         try:
@@ -205,6 +209,11 @@ class Session:
     def closed(self) -> bool:
         """Whether the session has ended."""
         return self.connection.closed is not None
+
+    @property
+    def serving(self) -> int:
+        """How many requests of the peer are open."""
+        return self._serving
 
     async def goaway(self, uri: str = "", *, timeout: float = 0.0) -> None:
         """Ask the peer to leave (moqt 16); after `timeout` seconds, if not 0, the session is closed with
@@ -467,6 +476,7 @@ class Session:
 
     def _end(self) -> None:
         """The connection has ended, and all its streams are accepted."""
+        self.stats.end(self)
         self.subscribing.end()
         for task in self._tasks - self._readers:
             task.cancel()
@@ -558,9 +568,12 @@ class Session:
             await channel.receive()
             await self._ready.wait()  # moqt 3.1: requests may come before the peer's SETUP.
             assert channel.request is not None
+            kind = type(channel.request).__name__
+            self.stats.requests[kind] += 1
             try:
                 await self._dispatch(channel, channel.request)
             except RequestRefused as refusal:
+                self.stats.refused[kind, refusal.code.name] += 1
                 await channel.send(request_error(refusal, self.limits.retry_after), fin=True)
         except (StreamReset, StreamStopped):
             channel.cancel()

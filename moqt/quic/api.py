@@ -34,6 +34,7 @@ __all__ = [
     "NoStreamCredit",
     "QuicOptions",
     "Stream",
+    "Traffic",
 ]
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -108,6 +109,17 @@ class QuicOptions:
             raise UsageError(f"idle_timeout must be above 0 seconds, not {self.idle_timeout}")
         if self.keepalive is not None and self.keepalive <= 0:
             raise UsageError(f"keepalive must be above 0 seconds or None, not {self.keepalive}")
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What went over a connection so far: bytes of UDP payload, and the smoothed round-trip time in seconds
+    (None: not known yet).
+    """
+
+    received: int
+    sent: int
+    rtt: float | None
 
 
 class Stream(ABC):
@@ -204,6 +216,11 @@ class Connection(ABC):
 
     closed: ConnectionClosed | None
     """Why the connection has ended; None while it lives."""
+
+    @property
+    @abstractmethod
+    def traffic(self) -> Traffic:
+        """What went over it so far."""
 
     @property
     @abstractmethod

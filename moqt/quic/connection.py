@@ -19,7 +19,7 @@ from aioquic.tls import AlertDescription
 
 from moqt.errors import UsageError
 from moqt.names import printable
-from moqt.quic.api import Buffer, ConnectionClosed, QuicOptions
+from moqt.quic.api import Buffer, ConnectionClosed, QuicOptions, Traffic
 from moqt.quic.base import BaseConnection, BaseStream, Signal, cut_reason
 from moqt.quic.engine import Engine, NetworkAddress, StreamState
 
@@ -128,6 +128,8 @@ class AioquicConnection(BaseConnection[AioquicStream]):
         self.host = ""
         self.settled: asyncio.Future[None] = self._loop.create_future()
         self._port = port
+        self._received = 0
+        self._sent = 0
         self._on_ready = on_ready
         self._pongs: dict[int, Signal] = {}
         self._ping_ids = itertools.count(1)
@@ -139,6 +141,10 @@ class AioquicConnection(BaseConnection[AioquicStream]):
         self._close_answers = 0
 
     # Connection.
+
+    @property
+    def traffic(self) -> Traffic:
+        return Traffic(self._received, self._sent, self.engine.rtt)
 
     @property
     def unsent(self) -> int:
@@ -194,8 +200,9 @@ class AioquicConnection(BaseConnection[AioquicStream]):
             # Ours was lost, or crossed what the peer sent before it came: say it again, less and less often.
             self._close_answers += 1
             if self._close_answers <= CLOSE_ANSWERS:
-                self._port.send(self._close_datagrams)
+                self._send(self._close_datagrams)
             return
+        self._received += sum(len(data) for data, _ in datagrams)
         now = self._heard_at = self._loop.time()
         for data, address in datagrams:
             try:
@@ -258,7 +265,7 @@ class AioquicConnection(BaseConnection[AioquicStream]):
                 break
             datagrams = self.engine.datagrams_to_send(now)
             if datagrams:
-                self._port.send(datagrams)
+                self._send(datagrams)
             # Once more if everything handed over has left: the feeder may have stopped at the watermark.
             if not datagrams or self.engine.unsent or self.feeder is None:
                 break
@@ -327,7 +334,7 @@ class AioquicConnection(BaseConnection[AioquicStream]):
     def _close(self, why: ConnectionClosed, frame_type: int | None) -> None:
         if self.closed is None:
             if self.ready and self.engine.unsent:
-                self._port.send(self.engine.datagrams_to_send(self._loop.time()))
+                self._send(self.engine.datagrams_to_send(self._loop.time()))
             self.engine.close(error_code=why.code, frame_type=frame_type, reason_phrase=why.reason)
             self._begin_closing(why)
 
@@ -337,12 +344,16 @@ class AioquicConnection(BaseConnection[AioquicStream]):
         if self.engine.started or self.is_client:
             self._close_datagrams = self.engine.datagrams_to_send(self._loop.time())
         self.ended(why)
-        self._port.send(self._close_datagrams)
+        self._send(self._close_datagrams)
         when = self.engine.get_timer()
         if when is None or not self._close_datagrams:
             self._finish(why)
         else:
             self._timer = self._loop.call_at(when, self._finish, why)
+
+    def _send(self, datagrams: list[tuple[bytes, NetworkAddress]]) -> None:
+        self._sent += sum(len(data) for data, _ in datagrams)
+        self._port.send(datagrams)
 
     def _finish(self, why: ConnectionClosed) -> None:
         """It is over: leave nothing behind."""

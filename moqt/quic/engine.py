@@ -117,6 +117,12 @@ class Engine(QuicConnection):
     # For the connection above.
 
     @property
+    def rtt(self) -> float | None:
+        """The smoothed round-trip time in seconds; None before it was measured."""
+        loss = self._loss
+        return loss._rtt_smoothed if loss._rtt_initialized else None
+
+    @property
     def credit(self) -> int:
         """Bytes that the connection's flow control allows beyond all handed over; below 0 if too much was."""
         return self._remote_max_data - self._remote_max_data_used - self.unsent

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from moqt.errors import UsageError
-from moqt.quic.api import Buffer, ConnectionClosed, QuicOptions
+from moqt.quic.api import Buffer, ConnectionClosed, QuicOptions, Traffic
 from moqt.quic.base import BaseConnection, BaseStream, Signal, cut_reason, worth_telling
 from moqt.quic.virtual import EverythingWaits, VirtualLoop, run_virtual
 
@@ -137,6 +137,13 @@ class MemoryConnection(BaseConnection[MemoryStream]):
         self._peer_streams = dict(peer_end._stream_limit)
 
     # Connection.
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes of stream data, on their way included."""
+        stats = self._link.stats
+        ours, theirs = (stats.client, stats.server) if self.is_client else (stats.server, stats.client)
+        return Traffic(theirs.sent, ours.sent, None)
 
     @property
     def unsent(self) -> int:

@@ -523,9 +523,9 @@ def _bound(family: socket.AddressFamily, address: Address, *, dual: bool = False
         if family == socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not dual)
         sock.bind(address)
-    except OSError:
+    except OSError as error:
         sock.close()
-        raise
+        raise OSError(error.errno, f"can't listen on {_show(address)}: {error.strerror}") from error
     return sock
 
 

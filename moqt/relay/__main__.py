@@ -7,17 +7,20 @@ import asyncio
 import ipaddress
 import os
 import sys
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
 from moqt.client import connect
 from moqt.console import OK, USAGE, Console, Signals, host_and_port, run
 from moqt.errors import UsageError
 from moqt.options import add_flags, load
 from moqt.relay.config import PREFIX, Settings
+from moqt.relay.pages import serve_pages
 from moqt.relay.relay import Relay
+from moqt.relay.status import Status
 from moqt.relay.upstream import Upstream, keep_upstream
-from moqt.server import serve
+from moqt.server import Server, serve
 from moqt.session import Session
+from moqt.stats import Stats
 from moqt.uri import MoqtUri
 
 __all__ = ["main", "parser"]
@@ -67,26 +70,13 @@ async def relay(settings: Settings, console: Console) -> int:
     host, port = _loopback_and_port(settings.listen)
     for uri in settings.upstream:
         MoqtUri.parse(uri)
-    options, limits = settings.options, settings.limits
+    options, limits, stats = settings.options, settings.limits, Stats()
     made = Relay(cache_bytes=settings.cache_bytes, linger=settings.linger)
-
-    def dial(uri: str) -> AbstractAsyncContextManager[Session]:
-        return connect(uri, ca=settings.ca, tracks=made.upward, announce=True, options=options, limits=limits)
-
-    def tell(what: Upstream) -> None:
-        event, text = (
-            ("lost", f"upstream {what.uri}: {what.error}")
-            if what.error
-            else (
-                "connected",
-                f"connected to {what.uri}",
-            )
-        )
-        console.tell(event, text, uri=what.uri, error=what.error)
-
-    try:
-        with Signals() as signals:
-            async with serve(
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(made.close)
+        signals = stack.enter_context(Signals())
+        server = await stack.enter_async_context(
+            serve(
                 host,
                 port,
                 certificate=settings.cert,
@@ -95,28 +85,69 @@ async def relay(settings: Settings, console: Console) -> int:
                 options=options,
                 limits=limits,
                 listening=settings.listening,
-            ) as server:
-                console.tell(
-                    "listening",
-                    f"listening on {', '.join(server.addresses)}",
-                    addresses=server.addresses,
-                    port=server.port,
-                )
-                if settings.upstream:
-                    made.spawn(keep_upstream(made, settings.upstream, dial, tell), "upstream")
-                reason = await signals.next()
-                console.tell("draining", f"{reason}: leaving within {settings.drain:g} s", reason=reason)
-                leaving = asyncio.create_task(server.leave(deadline=settings.drain))
-                again = asyncio.create_task(signals.next())  # Then at once.
-                await asyncio.wait((leaving, again), return_when=asyncio.FIRST_COMPLETED)
-                for task in (leaving, again):
-                    task.cancel()
-                if leaving.done():
-                    leaving.result()
-            console.tell("end", f"{reason}: left", reason=reason)
-    finally:
-        await made.close()
+                stats=stats,
+            )
+        )
+        status = Status(made, server, stats)
+        if settings.metrics_port is not None:
+            pages = _pages(settings.metrics_host, settings.metrics_port, status)
+            address = await stack.enter_async_context(pages)
+            console.tell("watching", f"metrics at http://{address}/metrics", address=address)
+        console.tell(
+            "listening",
+            f"listening on {', '.join(server.addresses)}",
+            addresses=server.addresses,
+            port=server.port,
+        )
+
+        def dial(uri: str) -> AbstractAsyncContextManager[Session]:
+            return connect(
+                uri,
+                ca=settings.ca,
+                tracks=made.upward,
+                announce=True,
+                options=options,
+                limits=limits,
+                stats=stats,
+            )
+
+        def tell(what: Upstream) -> None:
+            status.connects += not what.error
+            status.losses += bool(what.error)
+            event, text = "connected", f"connected to {what.uri}"
+            if what.error:
+                event, text = "lost", f"upstream {what.uri}: {what.error}"
+            console.tell(event, text, uri=what.uri, error=what.error)
+
+        if settings.upstream:
+            made.spawn(keep_upstream(made, settings.upstream, dial, tell), "upstream")
+        reason = await signals.next()
+        status.draining = True
+        console.tell("draining", f"{reason}: leaving within {settings.drain:g} s", reason=reason)
+        await _leave(server, settings.drain, signals)
+    console.tell("end", f"{reason}: left", reason=reason)
     return OK
+
+
+async def _leave(server: Server, seconds: float, signals: Signals) -> None:
+    """Let what is in flight arrive, for so many seconds, or until a second signal comes."""
+    leaving = asyncio.create_task(server.leave(deadline=seconds))
+    again = asyncio.create_task(signals.next())
+    await asyncio.wait((leaving, again), return_when=asyncio.FIRST_COMPLETED)
+    for task in (leaving, again):
+        task.cancel()
+    if leaving.done():
+        leaving.result()
+
+
+def _pages(host: str, port: int, status: Status) -> AbstractAsyncContextManager[str]:
+    """The pages for those who watch, at the address that it gives. Raises UsageError, OSError."""
+    try:
+        from moqt.relay.metrics import Metrics
+    except ModuleNotFoundError as error:
+        raise UsageError("--metrics-port needs prometheus_client: pip install 'kvcs[metrics]'") from error
+    pages = {"/metrics": Metrics(status).page, "/status": status.page, "/healthz": status.health}
+    return serve_pages(host, port, pages)
 
 
 def _loopback_and_port(text: str) -> tuple[str, int]:

@@ -100,6 +100,10 @@ class Cache:
         self.limit = limit
         self.bytes = 0
         self.evicted = 0
+        self.hits = 0
+        """Objects that fetches and fills took from what was here."""
+        self.misses = 0
+        """Objects that were fetched for them."""
         self._count = 0
         # A ring through all Objects in the order of use: an OrderedDict takes 150 bytes for each.
         self._ring = CachedObject(Location(0, 0), (), 0, 0, 0, b"")
@@ -474,6 +478,11 @@ class CachedTrack(Track):
         self.on_idle()
 
     @property
+    def subscribers(self) -> int:
+        """How many subscriptions follow the Track."""
+        return len(self._watchers)
+
+    @property
     def watched(self) -> bool:
         """Whether anybody follows the Track."""
         return bool(self._watchers)
@@ -534,6 +543,10 @@ class CachedTrack(Track):
 
     def use(self, item: StoredObject) -> None:
         if isinstance(item, CachedObject):
+            if item.hole is None:
+                self._cache.hits += 1
+            else:
+                self._cache.misses += 1
             self._cache.use(item)
             self._take_from_hole(item)
 

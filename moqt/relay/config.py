@@ -40,6 +40,18 @@ class Settings(Connecting):
         10.0, "SECONDS", "keep an upstream subscription so long when its last subscriber has left", least=0
     )
 
+    metrics_port: int | None = option(
+        None,
+        "PORT",
+        "serve /metrics (Prometheus), /status (JSON) and /healthz by HTTP at this TCP port; 0: a free one",
+        least=0,
+        most=65535,
+        section="watching",
+    )
+    metrics_host: str = option(
+        "127.0.0.1", "HOST", "address of that port; the pages are for whoever can reach it"
+    )
+
     max_connections: int = option(
         1000,
         "N",

@@ -60,6 +60,16 @@ class Feed:
         self._linger: asyncio.TimerHandle | None = None
         self._grace: asyncio.TimerHandle | None = None
 
+    @property
+    def publishers(self) -> list[Session]:
+        """Those whose subscription of ours stands."""
+        return list(self._established)
+
+    @property
+    def fetching(self) -> int:
+        """How many holes are being fetched."""
+        return len(self._holes.open)
+
     async def establish(
         self, asker: object, rendezvous: float, wanted: Wanted | None, *, upward: bool
     ) -> CachedTrack:
@@ -252,6 +262,7 @@ class Feed:
                     assert span is not None
                     filling = self._holes.expect(track, *span, fill.order)
                 self._established.add(session)
+                self._relay.subscribed += 1
                 self._on_established()
                 lost = True
                 async for item in subscription:

@@ -177,6 +177,7 @@ class Holes:
             )
         async with fetch:
             assert fetch.end is not None
+            self._relay.fetched += 1
             if fetch.end.end_of_track:
                 track.end_track(successor(fetch.end.end))
             hole.replied = True

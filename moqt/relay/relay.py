@@ -100,6 +100,10 @@ class Relay:
         self.tracks: Tracks = _Face(self, upward=False)
         self.upward: Tracks = _Face(self, upward=True)
         self.feeds: dict[FullTrackName, Feed] = {}
+        self.subscribed = 0
+        """Subscriptions that publishers have accepted so far."""
+        self.fetched = 0
+        """Fetches that they have answered so far."""
         self.closed = False
         self.reconnecting = False
         """Whether an upstream is configured and is not there now."""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moqt.quic.api import WATERMARK, Buffer, Connection, ConnectionClosed, NoStreamCredit, Stream
+from moqt.quic.api import WATERMARK, Buffer, Connection, ConnectionClosed, NoStreamCredit, Stream, Traffic
 from moqt.quic.memory import run_virtual
 from moqt.scheduler import Outgoing, Scheduler, Urgency
 
@@ -80,6 +80,10 @@ class CountingConnection(Connection):
         self.peak = 0
         self._unsent = 0
         self._kicked = False
+
+    @property
+    def traffic(self) -> Traffic:
+        raise NotImplementedError
 
     @property
     def unsent(self) -> int:

@@ -105,6 +105,18 @@ class Contract:
             assert await read_all(incoming) == b"onetwo"
             assert await incoming.read() == b""
 
+    async def test_traffic_is_counted(self, ends: Ends) -> None:
+        before = ends.client.traffic.sent, ends.server.traffic.received
+        stream = ends.client.open(bidirectional=False)
+        await stream.write(bytes(100_000), fin=True)
+        await read_all(await ends.server.accept())
+        await until_quiet(ends.client)
+        client, server = ends.client.traffic, ends.server.traffic
+        assert 100_000 <= client.sent - before[0] < 200_000
+        assert 100_000 <= server.received - before[1] < 200_000
+        for traffic in (client, server):
+            assert traffic.rtt is None or 0 < traffic.rtt < 10
+
     async def test_ids_say_who_opened(self, ends: Ends) -> None:
         ids = []
         for end in (ends.client, ends.server):

@@ -10,6 +10,8 @@ import pytest
 import moqt
 from moqt import FullTrackName, Limits, QuicOptions, ReceivedObject, Track, Tracks
 from moqt.errors import ConnectionLost, DeadlineExceeded, DoneCode, SessionClosed
+from moqt.quic.udp import dial
+from moqt.wire import DRAFT_22
 from tests.kvcs.test_commands import BLOCK_TOKENS, BLOCKS, LAYERS, Place, place, run, running, same
 
 __all__ = ["place"]  # The fixture.
@@ -87,6 +89,21 @@ async def test_a_configuration_file(place: Place, tmp_path: Path) -> None:
         await command.until("listening")
         command.process.send_signal(signal.SIGTERM)
         assert (await command.end())[0] == 0
+
+
+async def test_what_peers_say_does_not_reach_the_terminal(place: Place) -> None:
+    """Neither by our logs nor by those of the QUIC library."""
+    async with running([*relay(place), "-vv"]) as command:
+        port = (await command.until("listening"))["port"]
+        connection = await dial("localhost", port, alpn=[DRAFT_22.alpn], ca=place.certificates.ca)
+        connection.close(0, "\x1b[2J\nERROR moqt.relay: \u202e")
+        await connection.wait_closed()
+        command.process.send_signal(signal.SIGTERM)
+        code, _, errors = await command.end()
+        assert code == 0
+        assert "\\x1b[2J\\nERROR moqt.relay: \\u202e" in errors
+        assert all(line.isprintable() for line in errors.split("\n"))
+        assert not any(line.startswith("ERROR") for line in errors.split("\n"))
 
 
 async def test_told_to_go_under_load(place: Place) -> None:
