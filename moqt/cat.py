@@ -31,6 +31,7 @@ __all__ = [
     "MatchKind",
     "Scope",
     "Verifier",
+    "from_config",
     "issue",
 ]
 
@@ -476,6 +477,13 @@ class CatPolicy:
             max(expires + self._verifier.skew - now, self._verifier.min_revalidation),
         )
         return Allowed(revalidate_after=after, expires_after=expires - now, subject=who)
+
+
+def from_config(options: Mapping[str, object]) -> CatPolicy:
+    """The policy of a configuration file: all as tokens say, in any namespace. The options are those of
+    `Verifier.from_config`. Raises UsageError.
+    """
+    return CatPolicy(Verifier.from_config(options))
 
 
 def _cats(tokens: Sequence[TokenPair]) -> list[bytes]:

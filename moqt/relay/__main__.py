@@ -7,14 +7,17 @@ import asyncio
 import ipaddress
 import os
 import sys
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
 from moqt.client import connect
 from moqt.console import OK, USAGE, Console, Signals, host_and_port, run
+from moqt.credentials import TokenFile
 from moqt.errors import UsageError
 from moqt.options import add_flags, load
 from moqt.relay.config import PREFIX, Settings
 from moqt.relay.pages import serve_pages
+from moqt.relay.policies import load_policy
 from moqt.relay.relay import Relay
 from moqt.relay.status import Status
 from moqt.relay.upstream import Upstream, keep_upstream
@@ -28,13 +31,20 @@ __all__ = ["main", "parser"]
 DESCRIPTION = """\
 Relay MOQT tracks: publishers and subscribers connect here, Objects are cached and passed on as they come.
 
-Everybody who can connect is served, so only a loopback address can be listened on. An upstream is another
-relay, which is asked for what no publisher has announced here.
+Without --policy everybody who can connect is served, so only a loopback address can be listened on. An
+upstream is another relay, which is asked for what no publisher has announced here, with the token of --token
+and never with one of a client.
 
   python certs/make.py                          # a development CA and a server certificate
   python -m moqt.relay --listen localhost:4433 --cert certs/cert.pem --key certs/key.pem
   python -m moqt.relay --listen localhost:4434 --cert certs/cert.pem --key certs/key.pem \\
       --upstream moqt://localhost:4433 --ca certs/ca.pem
+
+A policy is a TOML file. For C4M tokens about any namespaces, or "kvcs.policy:from_config" for those of KVCS:
+  load = "moqt.cat:from_config"                 # MODULE:FUNCTION, which gets the rest of the file
+  audience = "relay-1"                          # what tokens call this relay
+  [issuers]
+  "https://auth.example.com" = ["issuer.pem.pub"]
 
 Each option can be said in three places; the first that says it counts:
   a flag                        --cache-bytes 1000000
@@ -67,7 +77,12 @@ def parser() -> argparse.ArgumentParser:
 
 async def relay(settings: Settings, console: Console) -> int:
     """Run until told to go; the exit code."""
-    host, port = _loopback_and_port(settings.listen)
+    host, port = host_and_port(settings.listen)
+    policy = None if settings.policy is None else load_policy(settings.policy)
+    if policy is None:
+        _check_loopback(host)
+    token = TokenFile(settings.token)
+    token.read()  # What is wrong with the file is told now.
     for uri in settings.upstream:
         MoqtUri.parse(uri)
     options, limits, stats = settings.options, settings.limits, Stats()
@@ -82,6 +97,7 @@ async def relay(settings: Settings, console: Console) -> int:
                 certificate=settings.cert,
                 key=settings.key,
                 tracks=made.tracks,
+                policy=policy,
                 options=options,
                 limits=limits,
                 listening=settings.listening,
@@ -100,24 +116,29 @@ async def relay(settings: Settings, console: Console) -> int:
             port=server.port,
         )
 
-        def dial(uri: str) -> AbstractAsyncContextManager[Session]:
-            return connect(
+        @asynccontextmanager
+        async def dial(uri: str) -> AsyncIterator[Session]:
+            dialled = connect(
                 uri,
                 ca=settings.ca,
                 tracks=made.upward,
                 announce=True,
+                tokens=token.read(),
                 options=options,
                 limits=limits,
                 stats=stats,
             )
+            async with dialled as session, token.renewing(session):
+                yield session
 
         def tell(what: Upstream) -> None:
-            status.connects += not what.error
-            status.losses += bool(what.error)
-            event, text = "connected", f"connected to {what.uri}"
-            if what.error:
-                event, text = "lost", f"upstream {what.uri}: {what.error}"
-            console.tell(event, text, uri=what.uri, error=what.error)
+            if what.error is None:
+                status.connects += 1
+                console.tell("connected", f"connected to {what.uri}", uri=what.uri)
+            else:
+                status.losses += 1
+                text = token.advice(what.error) or str(what.error)
+                console.tell("lost", f"upstream {what.uri}: {text}", uri=what.uri, error=str(what.error))
 
         if settings.upstream:
             made.spawn(keep_upstream(made, settings.upstream, dial, tell), "upstream")
@@ -150,21 +171,19 @@ def _pages(host: str, port: int, status: Status) -> AbstractAsyncContextManager[
     return serve_pages(host, port, pages)
 
 
-def _loopback_and_port(text: str) -> tuple[str, int]:
-    """Raises UsageError, also for what is no loopback address: without a policy the relay serves anyone
-    (security 5).
+def _check_loopback(host: str) -> None:
+    """Raises UsageError for what is no loopback address: without a policy the relay serves anyone (security
+    5).
     """
-    host, port = host_and_port(text)
     try:
         loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         loopback = False
     if not loopback:
         raise UsageError(
-            f"this relay serves everybody who can connect, so it does not listen on {host}: "
-            "take localhost, 127.0.0.1 or [::1]"
+            f"without a policy this relay serves everybody who can connect, so it does not listen on {host}: "
+            "give it a --policy, or take localhost, 127.0.0.1 or [::1]"
         )
-    return host, port
 
 
 def main() -> int:

@@ -29,6 +29,9 @@ class Settings(Connecting):
     listen: str = option(REQUIRED, "HOST:PORT", "wait for sessions here", section="sessions")
     cert: Path = option(REQUIRED, "FILE", "the certificate chain, PEM")
     key: Path = option(REQUIRED, "FILE", "its private key, PEM")
+    policy: Path | None = option(
+        None, "FILE", "who may do what, TOML; without one everybody may, so that only loopback is listened on"
+    )
     upstream: tuple[str, ...] = option(
         (), "URI", "a relay to ask for what is not here; may be repeated: they are tried in order"
     )

@@ -304,6 +304,8 @@ class Feed:
         self._holes.patient_until = asyncio.get_running_loop().time() + self._relay.grace
         if track.complete:
             status = DoneCode.TRACK_ENDED  # Whatever has become of the publisher.
+        elif status in (DoneCode.UNAUTHORIZED, DoneCode.EXPIRED):
+            status = None  # That is about our right; whoever asked us has theirs.
         if status is None or (status == DoneCode.GOING_AWAY and self._relay.is_upstream(session)):
             self._broken = track.watched
             if self._established and track.watched:

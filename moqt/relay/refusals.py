@@ -9,7 +9,6 @@ from moqt.errors import DeadlineExceeded, MoqtError, RequestCode, RequestRefused
 __all__ = ["refusal"]
 
 _PASSED_ON = {
-    RequestCode.UNAUTHORIZED,
     RequestCode.TIMEOUT,
     RequestCode.NOT_SUPPORTED,
     RequestCode.EXCESSIVE_LOAD,
@@ -18,7 +17,7 @@ _PASSED_ON = {
     RequestCode.MALFORMED_TRACK,
     RequestCode.UNSUPPORTED_EXTENSION,
 }
-"""What a publisher says of the Track, and not of our request or of itself."""
+"""What a publisher says of the Track, and not of our request, our rights or itself."""
 
 
 def refusal(errors: Iterable[MoqtError]) -> RequestRefused | None:

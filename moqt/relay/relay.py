@@ -384,17 +384,16 @@ class Relay:
         teller = object()
         told: set[TrackNamespace] = set()
         while not session.closed:
+            renewed = session.renewed
             try:
                 async with await session.subscribe_namespace(prefix) as watch:
                     async for event in watch:
                         (told.add if event.present else told.discard)(event.namespace)
                         self._learn(event.namespace, teller, event.present)
             except MoqtError as error:
-                if session.closed or (
-                    isinstance(error, RequestRejected) and error.code != RequestCode.PREFIX_OVERLAP
-                ):
+                if isinstance(error, RequestRejected) and error.code != RequestCode.PREFIX_OVERLAP:
                     logger.info("%s: no namespaces: %s", session.connection.id, error)
-                    return
+                    await renewed.wait()  # Another token may give us the right.
             finally:
                 for namespace in told:
                     self._learn(namespace, teller, False)

@@ -33,7 +33,7 @@ class Upstream:
     """What happened: connected to `uri`, or, with an `error`, lost or not reached."""
 
     uri: str
-    error: str = ""
+    error: Exception | None = None
 
 
 async def keep_upstream(
@@ -116,4 +116,4 @@ class _Connection:
             self.lost = True
             if not self.leave.done():
                 self.leave.set_result("")
-        self._tell(Upstream(self._uri, str(error)))
+        self._tell(Upstream(self._uri, error))

@@ -50,7 +50,7 @@ class Refusing(Tracks):
 @pytest.mark.parametrize(
     ("code", "answer"),
     [
-        (RequestCode.UNAUTHORIZED, RequestCode.UNAUTHORIZED),
+        (RequestCode.UNAUTHORIZED, RequestCode.INTERNAL_ERROR),
         (RequestCode.TIMEOUT, RequestCode.TIMEOUT),
         (RequestCode.EXCESSIVE_LOAD, RequestCode.EXCESSIVE_LOAD),
         (RequestCode.DOES_NOT_EXIST, RequestCode.DOES_NOT_EXIST),
