@@ -15,7 +15,7 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from aioquic._buffer import Buffer
 from aioquic.quic.configuration import QuicConfiguration
@@ -28,7 +28,9 @@ from aioquic.quic.packet import (
     pull_quic_header,
 )
 from aioquic.quic.retry import QuicRetryTokenHandler
-from cryptography.x509 import load_pem_x509_certificates
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from cryptography.x509 import Certificate, load_pem_x509_certificates
 
 from moqt.errors import ConnectionLost, DeadlineExceeded, UsageError
 from moqt.names import printable
@@ -36,7 +38,7 @@ from moqt.quic.api import Connection, QuicOptions
 from moqt.quic.connection import AioquicConnection
 from moqt.quic.datagrams import Address, Datagram, UdpSocket
 
-__all__ = ["ListenLimits", "Listener", "dial", "listen"]
+__all__ = ["ListenLimits", "Listener", "certificates_in", "dial", "listen"]
 
 ATTEMPT: Final = 2.0
 """Seconds that an address gets before the next one is tried; the last one gets all that is left."""
@@ -450,12 +452,7 @@ def _client_configuration(
     configuration = _configuration(alpn, options, is_client=True)
     configuration.server_name = server_name
     if ca is not None:
-        try:
-            load_pem_x509_certificates(ca.read_bytes())
-        except OSError as error:
-            raise UsageError(f"CA file {ca}: {error.strerror}") from error
-        except ValueError as error:
-            raise UsageError(f"CA file {ca}: no certificates in PEM form in it") from error
+        certificates_in(ca)
         configuration.load_verify_locations(cafile=str(ca))
     return configuration
 
@@ -464,17 +461,37 @@ def _server_configuration(
     alpn: Sequence[str], options: QuicOptions, certificate: Path, key: Path
 ) -> QuicConfiguration:
     configuration = _configuration(alpn, options, is_client=False)
-    try:
-        configuration.load_cert_chain(certificate, key)
-    except OSError as error:
-        raise UsageError(f"{error.filename}: {error.strerror}") from error
-    except (ValueError, IndexError) as error:
-        raise UsageError(
-            f"{certificate} must hold certificates and {key} an unencrypted key, in PEM form"
-        ) from error
-    if configuration.certificate.public_key() != configuration.private_key.public_key():
+    chain = certificates_in(certificate)
+    private_key = _private_key(key)
+    if chain[0].public_key() != private_key.public_key():
         raise UsageError(f"the key in {key} does not belong to the first certificate in {certificate}")
+    configuration.certificate, *configuration.certificate_chain = chain
+    configuration.private_key = private_key
     return configuration
+
+
+def certificates_in(file: Path) -> list[Certificate]:
+    """At least one. Raises UsageError."""
+    try:
+        return load_pem_x509_certificates(file.read_bytes())
+    except OSError as error:
+        raise UsageError(f"{file}: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(f"{file}: no certificates in PEM form in it") from error
+
+
+def _private_key(file: Path) -> Any:
+    """Of any kind: what is no certificate's key is found by comparing. Raises UsageError."""
+    try:
+        return load_pem_private_key(file.read_bytes(), None)
+    except OSError as error:
+        raise UsageError(f"{file}: {error.strerror}") from error
+    except TypeError as error:
+        raise UsageError(
+            f"{file}: the key is encrypted, and there is nobody to ask for its password"
+        ) from error
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise UsageError(f"{file}: no private key in PEM form in it") from error
 
 
 async def _resolve(host: str, port: int, *, flags: int = 0) -> list[tuple[socket.AddressFamily, Address]]:

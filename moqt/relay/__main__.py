@@ -15,6 +15,7 @@ from moqt.console import OK, USAGE, Console, Signals, host_and_port, run
 from moqt.credentials import TokenFile
 from moqt.errors import UsageError
 from moqt.options import add_flags, load
+from moqt.quic.udp import certificates_in
 from moqt.relay.config import PREFIX, Settings
 from moqt.relay.pages import serve_pages
 from moqt.relay.policies import load_policy
@@ -85,6 +86,8 @@ async def relay(settings: Settings, console: Console) -> int:
     token.read()  # What is wrong with the file is told now.
     for uri in settings.upstream:
         MoqtUri.parse(uri)
+    if settings.ca is not None:
+        certificates_in(settings.ca)  # Else it would be told when an upstream is dialled, again and again.
     options, limits, stats = settings.options, settings.limits, Stats()
     made = Relay(cache_bytes=settings.cache_bytes, linger=settings.linger)
     async with AsyncExitStack() as stack:

@@ -16,6 +16,8 @@ from aioquic.asyncio.protocol import QuicConnectionProtocol
 from aioquic.asyncio.server import serve
 from aioquic.quic.configuration import QuicConfiguration
 from aioquic.quic.connection import QuicConnection
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat
 
 from moqt.errors import ConnectionLost, DeadlineExceeded, UsageError
 from moqt.quic import udp
@@ -297,11 +299,21 @@ async def test_bad_files(certificates: Certificates, tmp_path: Path) -> None:
     for ca, text in ((junk, "no certificates in PEM form"), (missing, "No such file")):
         with pytest.raises(UsageError, match=text):
             await dial("localhost", 1, alpn=ALPN, ca=ca)
+    locked = tmp_path / "locked.pem"
+    locked.write_bytes(
+        ec.generate_private_key(ec.SECP256R1()).private_bytes(
+            Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"password")
+        )
+    )
     for certificate, key, text in (
         (missing, certificates.key, "missing.pem: No such file"),
         (certificates.chain, missing, "missing.pem: No such file"),
-        (junk, certificates.key, "must hold certificates"),
-        (certificates.chain, junk, "an unencrypted key"),
+        (junk, certificates.key, "junk.pem: no certificates in PEM form"),
+        (certificates.chain, junk, "junk.pem: no private key in PEM form"),
+        (certificates.chain, certificates.chain, "no private key"),
+        (certificates.key, certificates.key, "no certificates"),
+        (certificates.chain, locked, "locked.pem: the key is encrypted"),
+        (certificates.chain, tmp_path, "Is a directory"),
         (certificates.chain, certificates.expired_key, "does not belong"),
     ):
         with pytest.raises(UsageError, match=text):

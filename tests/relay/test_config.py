@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+from moqt.errors import UsageError
 from moqt.relay.__main__ import main, parser
 from moqt.relay.config import PREFIX, Settings
+from tests.relay.running import running_relay
+
+if TYPE_CHECKING:
+    from tests.conftest import Certificates
 
 NEEDED = ["--listen", "localhost:0", "--cert", "c.pem", "--key", "k.pem"]
 
@@ -60,3 +67,13 @@ def test_help_teaches_every_option() -> None:
         assert f"--{name.replace('_', '-')}" in text
     assert "MOQT_RELAY_CACHE_BYTES" in text
     assert "exit codes:" in text
+
+
+async def test_without_prometheus(certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one thing that needs it says so; nothing else does."""
+    monkeypatch.setitem(sys.modules, "moqt.relay.metrics", None)
+    async with running_relay(certificates):
+        pass
+    with pytest.raises(UsageError, match="needs prometheus_client: pip install"):
+        async with running_relay(certificates, metrics_port=0):
+            pass

@@ -55,23 +55,42 @@ async def test_two_relays_between_publisher_and_subscribers(place: Place) -> Non
         (["--listen", "localhost"], "HOST:PORT"),
         (["--upstream", "http://x"], "moqt://"),
         (["--cache-bytes", "-1"], "--cache-bytes: expected a whole number of at least 0, not -1"),
-        (["--cert", "/no/such/file"], "/no/such/file"),
+        (["--cert", "/no/such/file"], "/no/such/file: No such file or directory"),
+        (["--key", "/no/such/file"], "/no/such/file: No such file or directory"),
+        (["--key", "/"], "/: Is a directory"),
+        (["--cert", "{key}"], "{key}: no certificates in PEM form in it"),
+        (["--key", "{chain}"], "{chain}: no private key in PEM form in it"),
+        (["--key", "{other}"], "the key in {other} does not belong to the first certificate in {chain}"),
+        (["--ca", "{key}"], "{key}: no certificates in PEM form in it"),
         (["--config", "/no/such/file"], "--config /no/such/file: No such file"),
     ],
 )
 async def test_bad_usage(place: Place, arguments: list[str], says: str) -> None:
-    code, events, errors = await run([*relay(place), *arguments])
+    files = {
+        "chain": place.certificates.chain,
+        "key": place.certificates.key,
+        "other": place.certificates.expired_key,
+    }
+    says = says.format(**files)
+    code, events, errors = await run([*relay(place), *(word.format(**files) for word in arguments)])
     assert code == 2
     assert says in errors
     assert says in events[-1]["text"]
 
 
-async def test_the_address_is_in_use(place: Place) -> None:
-    async with running(relay(place)) as first:
+async def test_the_port_is_taken(place: Place) -> None:
+    """The UDP port, or the TCP port of the pages."""
+    async with running([*relay(place), "--metrics-port", "0"]) as first:
+        pages = (await first.until("watching"))["address"].rpartition(":")[2]
         port = (await first.until("listening"))["port"]
-        code, _, errors = await run([*relay(place), "--listen", f"localhost:{port}"])
+        code, events, errors = await run([*relay(place), "--listen", f"127.0.0.1:{port}"])
+        assert (code, errors) == (1, f"can't listen on 127.0.0.1:{port}: Address already in use\n")
+        assert events[-1]["text"] == errors.strip()
+        code, _, errors = await run([*relay(place), "--metrics-port", pages])
         assert code == 1
-        assert str(port) in errors or "in use" in errors
+        assert f"('127.0.0.1', {pages})" in errors
+        assert "address already in use" in errors
+        assert "Errno" not in errors
 
 
 async def test_a_configuration_file(place: Place, tmp_path: Path) -> None:
