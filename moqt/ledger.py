@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from bisect import bisect_left, insort
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -36,6 +37,8 @@ class _Subgroup:
 @dataclass(slots=True)
 class _Group:
     objects: dict[int, _Known] = field(default_factory=dict)
+    ids: list[int] = field(default_factory=list)
+    """Those of `objects`, ascending."""
     subgroups: dict[int, _Subgroup] = field(default_factory=dict)
     largest: int = -1
     end: int | None = None
@@ -48,15 +51,17 @@ class Ledger:
     """The Locations received, with a checksum of each payload; `limit` of them at most, then the oldest
     Groups are forgotten.
 
-    A cache finds duplicates itself: with `cached`, which gives the Objects of a Group by their ID, nothing is
-    kept here for each Object, and `limit` bounds the Groups.
+    A cache finds duplicates itself: with `cached`, which gives the IDs of the Objects of a Group, ascending,
+    nothing is kept here for each Object, and `limit` bounds the Groups.
     """
 
-    def __init__(self, limit: int, cached: Callable[[int], Mapping[int, object]] | None = None) -> None:
+    def __init__(self, limit: int, cached: Callable[[int], Sequence[int]] | None = None) -> None:
         self._limit = limit
         self._cached = cached
         self._count = 0
         self._groups: dict[int, _Group] = {}
+        self._group_ids: list[int] = []
+        """Those of `_groups`, ascending."""
         self._largest: Location | None = None
         self._track_end: Location | None = None
 
@@ -87,6 +92,7 @@ class Ledger:
                     raise MalformedTrack(f"a second, different Object at {location}")
                 return False
             self._count += 1
+            insort(group.ids, location.object)
         if header.properties:
             check_object_properties(header.properties)
             self._check_gaps(location, header.properties)
@@ -144,9 +150,9 @@ class Ledger:
 
     def _check_gaps(self, location: Location, properties: Properties) -> None:
         """A gap must not cover an Object that came (moqt 13)."""
-        objects = self._cached or (lambda group: self._groups[group].objects)
+        objects = self._cached or (lambda group: self._groups[group].ids)
         for kind, here, known in (
-            (PropertyType.PRIOR_GROUP_ID_GAP, location.group, self._groups),
+            (PropertyType.PRIOR_GROUP_ID_GAP, location.group, self._group_ids),
             (PropertyType.PRIOR_OBJECT_ID_GAP, location.object, objects(location.group)),
         ):
             gap = get(properties, kind)
@@ -161,6 +167,7 @@ class Ledger:
             self._forget()
             self._count += 1
             entry = self._groups[group] = _Group()
+            insort(self._group_ids, group)
         return entry
 
     def _forget(self) -> None:
@@ -168,10 +175,10 @@ class Ledger:
         while self._groups and self._count >= self._limit:
             oldest = next(iter(self._groups))
             self._count -= len(self._groups.pop(oldest).objects) + 1
+            del self._group_ids[bisect_left(self._group_ids, oldest)]
 
 
-def _any_within(known: Mapping[int, object], start: int, end: int) -> bool:
-    """Whether there is a key from `start` up to `end`, exclusive; found by the shorter way."""
-    if len(known) < end - start:
-        return any(start <= key < end for key in known)
-    return any(key in known for key in range(start, end))
+def _any_within(ids: Sequence[int], start: int, end: int) -> bool:
+    """Whether one of `ids`, which ascend, is from `start` up to `end`, exclusive."""
+    index = bisect_left(ids, start)
+    return index < len(ids) and ids[index] < end

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from moqt.errors import DoneCode, MalformedTrack, ResetCode
@@ -230,7 +230,7 @@ class CachedTrack(Track):
         self._cache = cache
         self._filler = filler
         self._holes = holes
-        self._ledger = Ledger(MAX_KNOWN, self._objects_of)
+        self._ledger = Ledger(MAX_KNOWN, self._ids_of)
         self._told = LocationSet()
         self._streams: Counter[tuple[int, int]] = Counter()
         self._deferred: list[Callable[[], None]] | None = None
@@ -633,9 +633,9 @@ class CachedTrack(Track):
         if live:
             self._tell_once(item)
 
-    def _objects_of(self, group: int) -> Mapping[int, StoredObject]:
+    def _ids_of(self, group: int) -> Sequence[int]:
         entry = self._groups.get(group)
-        return entry.objects if entry is not None else {}
+        return entry.ids if entry is not None else ()
 
     def _tell_once(self, item: StoredObject) -> None:
         self._tell_or_defer(lambda: self._tell_now(item))

@@ -60,6 +60,8 @@ class Attacker(Speaker):
         self.material = Material(random, SERVED)
         self.sent = 0
         """Messages, streams and datagrams."""
+        self.going = False
+        """Whether it has said GOAWAY."""
         self.next_id = 1000  # What is written down elsewhere has smaller ones.
         self._tasks: set[asyncio.Task[None]] = set()
         if reads:
@@ -412,10 +414,11 @@ async def goaway(a: Attacker) -> Verdict:
 
 
 async def goaway_and_go_on(a: Attacker) -> Verdict:
-    """GOAWAY is no fault; whoever sends it may ask on."""
+    """GOAWAY is no fault, once; whoever sends it may ask on."""
+    again, a.going = a.going, True
     await a.say(frame(GOAWAY, prefixed(b""), vi(0)))
     await a.request(_plain(0x0D, a.take_id()))
-    return LIVES
+    return PV if again else LIVES
 
 
 async def control(a: Attacker) -> Verdict:

@@ -10,6 +10,7 @@ from moqt.errors import MalformedTrack
 from moqt.filters import Location, Properties
 from moqt.ledger import Ledger
 from moqt.wire import ObjectHeader, ObjectStatus, PropertyType, encode_properties
+from tests.counted import Counted
 
 
 def header(
@@ -168,3 +169,17 @@ def test_memory_is_bounded(groups: int) -> None:
         end_group(ledger, 10_000 + number, 1)
     assert ledger._count <= 102
     assert sum(len(group.objects) + 1 for group in ledger._groups.values()) == ledger._count
+
+
+@pytest.mark.parametrize("kind", [PropertyType.PRIOR_GROUP_ID_GAP, PropertyType.PRIOR_OBJECT_ID_GAP])
+def test_a_gap_is_not_compared_with_all_that_came(kind: PropertyType) -> None:
+    """A peer that says with each Object that a million before it do not exist costs no more than others."""
+    ledger, count, step = Ledger(1 << 20), 2000, 1 << 20
+    Counted.comparisons = 0
+    for number in range(1, count + 1):
+        ids = [Counted(number * step), Counted(0)]
+        if kind is PropertyType.PRIOR_OBJECT_ID_GAP:
+            ids.reverse()
+        place = header(*ids, properties=((kind, step - 1),))
+        assert ledger.record(place, b"", priority=128)
+    assert Counted.comparisons < 100 * count
