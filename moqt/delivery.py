@@ -41,6 +41,9 @@ __all__ = ["DEFAULT_PRIORITY", "LAST", "Delivery", "rank"]
 
 DEFAULT_PRIORITY = 128
 
+_CHUNK = 64 * 1024
+"""Bytes that count as one push, when it is time to look how much waits."""
+
 
 def rank(order: GroupOrder, group: int) -> int:
     """Where a Group stands among others of the same priorities: lower goes first (moqt 14 step 3)."""
@@ -87,6 +90,8 @@ class Delivery(TrackWatcher):
         self._fills: set[Outgoing] = set()
         self._sending: set[Outgoing] = set()
         self._refused: set[tuple[int, int]] = set()
+        self._unweighed = 0
+        """Pushes since it was looked how much waits."""
         self._drained = asyncio.Event()
         self._ending: DoneCode | None = None
         self._finisher: asyncio.Task[None] | None = None
@@ -152,13 +157,19 @@ class Delivery(TrackWatcher):
         self._scheduler.push(subgroup.outgoing, *pieces)
         if not self.track.authoritative and not subgroup.outgoing.ended:
             subgroup.outgoing.hold(item)
-            behind = sum(outgoing.backlog for outgoing in self._sending - self._fills)
-            if behind > self.session.limits.max_behind:
-                self._fall_behind()
+            self._unweighed += 1 + sum(map(len, pieces)) // _CHUNK
+            if self._unweighed >= len(self._sending):
+                self._weigh()
 
-    def _fall_behind(self) -> None:
-        """The peer takes less than comes; what waits for it can't stay in the cache for ever (moqt 9)."""
-        self._cut_off(ResetCode.TOO_FAR_BEHIND, DoneCode.TOO_FAR_BEHIND)
+    def _weigh(self) -> None:
+        """Whether the peer takes less than comes; what waits for it can't stay in memory for ever (moqt 9).
+
+        Each stream is looked at, so this is done once in as many pushes as there are streams.
+        """
+        self._unweighed = 0
+        behind = sum(outgoing.weight for outgoing in self._sending - self._fills)
+        if behind > self.session.limits.max_behind:
+            self._cut_off(ResetCode.TOO_FAR_BEHIND, DoneCode.TOO_FAR_BEHIND)
 
     def revoke(self, denied: Denied) -> None:
         """The peer has lost the right to the Track: nothing more of it leaves (security 3.2)."""

@@ -41,6 +41,12 @@ _SLICE = 64 * 1024
 """Bytes handed over before urgency is looked at again; most Objects fit in."""
 
 
+_STREAM_COST = 3072
+"""Bytes that a stream takes besides what it holds, by our reckoning."""
+_PIECE_COST = 384
+"""The same for a piece of what it holds."""
+
+
 class Pinned(Protocol):
     """What must stay in memory while it is being sent."""
 
@@ -98,6 +104,11 @@ class Outgoing:
     def waits(self) -> bool:
         """Whether there is anything that was not handed over yet."""
         return not self.ended and bool(self._parts or self._source is not None or self.ending)
+
+    @property
+    def weight(self) -> int:
+        """Bytes of memory that stay taken while it waits."""
+        return _STREAM_COST + self.backlog + _PIECE_COST * len(self._parts)
 
     def hold(self, item: Pinned) -> None:
         """Keep `item` pinned until all bytes that wait now are handed over."""
