@@ -37,6 +37,10 @@ class Limits:
     """Objects received and not yet taken by the application, for each subscription and fetch; beyond it,
     reading stops.
     """
+    max_partial: int = 64 * 1024 * 1024
+    """Bytes of Objects that have come in part, over all data streams; a stream that brings more is refused
+    by STOP_SENDING, but for the one whose Object began first (moqt 21).
+    """
     max_known_objects: int = 1 << 20
     """Locations remembered for each subscription, to find duplicates and contradictions (moqt 20.1)."""
     parked_streams: int = 64

@@ -52,7 +52,7 @@ _DEFAULT_PRIORITY = 128
 _ITEM_COST = 256
 """Bytes that an item takes besides its payload, by our reckoning."""
 
-_PREALLOCATED = 1024 * 1024
+_PREALLOCATED = 64 * 1024
 """Bytes of an Object for which memory is taken before they have come."""
 
 
@@ -315,6 +315,7 @@ class Reception(OwnRequest):
     ) -> int | None:
         """Read to the end; None for FIN, or the code of a reset."""
         fill = header.request_id if isinstance(header, FetchHeader) else None
+        partial = self.session.partial
         filled = 0
         buffer = bytearray()
         current: ObjectHeader | None = None
@@ -324,11 +325,16 @@ class Reception(OwnRequest):
                     if type(event) is PayloadChunk:
                         size = len(event.data)
                         buffer[filled : filled + size] = event.data
-                        filled += size
                         self._hold(size)
                         if not event.last or current is None:
+                            filled += size
+                            if not partial.take(stream, size):
+                                stream.stop(ResetCode.EXCESSIVE_LOAD)
+                                return ResetCode.EXCESSIVE_LOAD
                             continue
-                        filled = 0
+                        if filled:
+                            filled = 0
+                            partial.give(stream)
                         self._take(current, buffer, fill)
                     elif type(event) is ObjectHeader:
                         current = event
@@ -354,6 +360,7 @@ class Reception(OwnRequest):
             return error.code
         finally:
             self._hold(-filled)
+            partial.give(stream)
         if isinstance(header, SubgroupHeader) and current and current.status is ObjectStatus.NORMAL:
             self._note_end(header, current)
         return None
@@ -372,6 +379,7 @@ class Reception(OwnRequest):
     ) -> int | None:
         """`_read` into a sink. No faster than the peer sends, no slower: the sink has its own bounds."""
         fill = header.request_id if isinstance(header, FetchHeader) else None
+        partial = self.session.partial
         write: Callable[[memoryview], None] | None = None
         try:
             while True:
@@ -379,6 +387,12 @@ class Reception(OwnRequest):
                     if type(event) is PayloadChunk:
                         if write is not None:
                             write(event.data)
+                            if event.last:
+                                partial.give(stream)
+                            elif not partial.take(stream, len(event.data)):
+                                stream.stop(ResetCode.EXCESSIVE_LOAD)
+                                inlet.end(ResetCode.EXCESSIVE_LOAD)
+                                return ResetCode.EXCESSIVE_LOAD
                     elif type(event) is ObjectHeader:
                         if event.size > self.session.limits.max_object_size:
                             stream.stop(ResetCode.EXCESSIVE_LOAD)
@@ -401,6 +415,7 @@ class Reception(OwnRequest):
             inlet.end(error.code)
             return error.code
         finally:
+            partial.give(stream)
             inlet.cut()
         return None
 

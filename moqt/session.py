@@ -32,6 +32,7 @@ from moqt.filters import FilterType, GroupOrder, LocationFilter, RangeFilter
 from moqt.limits import Limits
 from moqt.names import FullTrackName, TrackNamespace, check_namespace, printable
 from moqt.namespaces import Announcement, NamespaceWatch, announce, take_namespace
+from moqt.partial import Partial
 from moqt.publishing import Publishing, request_error
 from moqt.quic.api import Connection, ConnectionClosed, Stream
 from moqt.reception import Sink
@@ -116,6 +117,7 @@ class Session:
         """Set by the next `renew`."""
         self.ids = RequestIds(is_client=connection.is_client)
         self.scheduler = Scheduler(connection)
+        self.partial = Partial(self.limits.max_partial)
         self.publishing = Publishing(self)
         self.subscribing = Subscribing(self)
         self.tokens = tuple(tokens)

@@ -20,7 +20,7 @@ from moqt.wire import ObjectHeader, ObjectStatus, Properties, PropertyType, get
 
 __all__ = ["Cache", "CachedObject", "CachedTrack", "Writer"]
 
-SEGMENT = 1 << 20
+SEGMENT = 1 << 16
 """Bytes for which memory is taken at once: no more than that before any of them has come."""
 
 OVERHEAD = 480

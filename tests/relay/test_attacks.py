@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
-from moqt import Limits, Session
+from moqt import FullTrackName, Limits, Session, Subscription
 from moqt.errors import DoneCode
 from moqt.quic.memory import Link, pair
+from moqt.wire import PublishNamespace, SubgroupEncoder, SubgroupHeader, Subscribe, SubscribeOk
+from tests.moqt.ends import Peer
 from tests.moqt.scene import collect, make_track
 from tests.relay.network import Network, join, network
 
 pytestmark = pytest.mark.virtual
+
+NAME = FullTrackName((b"intruder",), b"t")
 
 
 async def served(net: Network, limits: Limits) -> tuple[Link, Session, Session]:
@@ -22,6 +29,31 @@ async def served(net: Network, limits: Limits) -> tuple[Link, Session, Session]:
     peer = Session(link.client)
     await net._meet(peer, relay)
     return link, relay, peer
+
+
+@asynccontextmanager
+async def intruder(net: Network, name: FullTrackName) -> AsyncIterator[tuple[Peer, Subscription]]:
+    """A publisher of a Track that says what it likes at the relay, under alias 1, and somebody who has
+    subscribed to it.
+    """
+    link = pair()
+    peer = Peer(link.client)
+    relay = Session(link.server, tracks=net.relays[0].tracks, announce=False)
+    await peer.set_up()
+    await relay.start()
+    await peer.ask(PublishNamespace(peer.id(), name.namespace))
+    _, victim = await net.subscriber()
+    joining = asyncio.ensure_future(victim.subscribe(name))
+    talk, request = await peer.request()
+    assert isinstance(request, Subscribe)
+    await talk.say(SubscribeOk(1))
+    try:
+        async with await joining as subscription:
+            yield peer, subscription
+    finally:
+        await relay.close()
+        peer.connection.close()
+        await peer.connection.wait_closed()
 
 
 async def test_what_it_takes_to_let_streams_wait_counts() -> None:
@@ -46,3 +78,19 @@ async def test_what_it_takes_to_let_streams_wait_counts() -> None:
         await collect(subscription)
         assert subscription.done is not None
         assert subscription.done.status == DoneCode.TOO_FAR_BEHIND
+
+
+async def test_what_a_publisher_announces_takes_no_memory() -> None:
+    """Ten bytes that announce a megabyte cost no megabyte, neither the relay nor who has subscribed there."""
+    async with network(subscribers=0) as net, intruder(net, NAME) as (peer, _):
+        tracemalloc.start()
+        try:
+            for group in range(200):
+                encoder = SubgroupEncoder(SubgroupHeader(1, group, priority=128))
+                await peer.send(encoder.header() + encoder.object(0, 1 << 20) + b"x")
+            await asyncio.sleep(1)
+            assert len(net.relays[0].cache) == 200
+            taken = tracemalloc.get_traced_memory()[0]
+        finally:
+            tracemalloc.stop()
+        assert taken < 200 * 200_000
