@@ -325,20 +325,23 @@ class Track:
         Objects that are published while the iteration runs may or may not come; take `end` no larger than
         `largest` to have a range that no longer changes.
         """
-        groups = [g for g in self._group_ids if start.group <= g <= end.group]
+        groups = self._group_ids[
+            bisect_left(self._group_ids, start.group) : bisect_right(self._group_ids, end.group)
+        ]
         for group in groups if order is GroupOrder.ASCENDING else reversed(groups):
             entry = self._groups[group]
-            for object_id in list(entry.ids):
-                if start <= Location(group, object_id) <= end:
-                    yield entry.objects[object_id]
+            for object_id in entry.ids[_within(entry.ids, group, start, end)]:
+                yield entry.objects[object_id]
 
     def last_in(self, start: Location, end: Location) -> Location | None:
         """The Location of the last Object from `start` to `end`, both inclusive; None if there is none."""
-        for group in reversed(self._group_ids):
-            if start.group <= group <= end.group:
-                for object_id in reversed(self._groups[group].ids):
-                    if start <= (location := Location(group, object_id)) <= end:
-                        return location
+        index = bisect_right(self._group_ids, end.group)
+        while index > 0 and (group := self._group_ids[index - 1]) >= start.group:
+            ids = self._groups[group].ids
+            place = _within(ids, group, start, end)
+            if place.start < place.stop:
+                return Location(group, ids[place.stop - 1])
+            index -= 1
         return None
 
     def watch(self, watcher: TrackWatcher) -> None:
@@ -426,6 +429,13 @@ class Track:
 def _check_range(location: Location) -> None:
     if not 0 <= location.group <= MAX_VARINT or not 0 <= location.object <= MAX_VARINT:
         raise UsageError(f"a Group ID or Object ID is outside 0 … 2^64-1: {location}")
+
+
+def _within(ids: Sequence[int], group: int, start: Location, end: Location) -> slice:
+    """Where the Objects from `start` to `end` stand among the IDs of a Group between them."""
+    low = bisect_left(ids, start.object) if group == start.group else 0
+    high = bisect_right(ids, end.object) if group == end.group else len(ids)
+    return slice(low, high)
 
 
 def _octets(piece: Buffer) -> Buffer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -58,14 +59,14 @@ class CachedObject(StoredObject):
     def since(self, offset: int) -> tuple[Buffer, ...]:
         if not offset and not self.missing:
             return self.payload
-        segments = self.segments or self.payload
         arrived = self.size - self.missing
         pieces = []
-        while offset < arrived:
-            number, place = divmod(offset, SEGMENT)
-            stop = min(SEGMENT, arrived - number * SEGMENT)
-            pieces.append(memoryview(segments[number])[place:stop])
-            offset += stop - place
+        start = 0
+        for segment in self.segments or self.payload:
+            end = min(start + len(segment), arrived)
+            if end > offset:
+                pieces.append(memoryview(segment)[max(offset - start, 0) : end - start])
+            start += len(segment)
         return tuple(pieces)
 
     def has(self, offset: int, data: memoryview) -> bool:
@@ -576,10 +577,10 @@ class CachedTrack(Track):
         group, object_id = item.location.group, item.location.object
         entry = self._groups[group]
         del entry.objects[object_id]
-        entry.ids.remove(object_id)
+        del entry.ids[bisect_left(entry.ids, object_id)]
         if not entry.ids:
             del self._groups[group]
-            self._group_ids.remove(group)
+            del self._group_ids[bisect_left(self._group_ids, group)]
         self.known.remove(item.location, item.location)
         self.on_lack()
         if not self._count:
@@ -601,9 +602,7 @@ class CachedTrack(Track):
         location = item.location
         entry = self._group(location.group)
         entry.objects[location.object] = item
-        entry.ids.append(location.object)
-        if len(entry.ids) > 1 and entry.ids[-2] > location.object:
-            entry.ids.sort()
+        insort(entry.ids, location.object)
         item.expires = asyncio.get_running_loop().time() + self._lifetime
         self._count += 1
         if item.missing:

@@ -353,7 +353,7 @@ class Relay:
         return {
             prefix
             for prefix in self._prefixes
-            if not any(other != prefix and is_prefix(other, prefix) for other in self._prefixes)
+            if not any(prefix[:length] in self._prefixes for length in range(len(prefix)))
         }
 
     async def _follow_prefixes(self, session: Session) -> None:

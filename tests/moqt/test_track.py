@@ -11,6 +11,7 @@ from moqt.filters import GroupOrder, Location
 from moqt.names import FullTrackName, TrackNamespace
 from moqt.track import StoredObject, Track, Tracks, TrackWatcher
 from moqt.wire import ObjectStatus, PropertyType, encode_properties
+from tests.counted import Counted
 
 NAME = FullTrackName((b"a",), b"t")
 TOP = 2**64 - 1
@@ -302,3 +303,21 @@ def test_namespaces() -> None:
     assert len(told) == 3
     with pytest.raises(ValueError, match="empty"):
         tracks.announce((b"",))
+
+
+def test_a_range_is_looked_up_and_not_compared_with_all_there_is() -> None:
+    """Its cost is that of what lies in it (moqt 21): a peer chooses both."""
+    track = Track(NAME)
+    for group in range(2000):
+        track.append(Counted(group), Counted(0), b"x")
+    for number in range(1, 2000):
+        track.append(Counted(7), Counted(number), b"x", subgroup=1)
+    Counted.comparisons = 0
+    found = [item.location for item in track.objects(Location(7, 1000), Location(8, 3))]
+    assert found == [*(Location(7, number) for number in range(1000, 2000)), Location(8, 0)]
+    assert [item.location for item in track.objects(Location(7, 4), Location(7, 4))] == [Location(7, 4)]
+    assert track.last_in(Location(7, 0), Location(7, 12)) == Location(7, 12)
+    assert track.last_in(Location(7, 0), Location(9, 0)) == Location(9, 0)
+    assert track.last_in(Location(8, 1), Location(8, 9)) is None
+    assert track.last_in(Location(2000, 0), Location(3000, 0)) is None
+    assert Counted.comparisons < 4000

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import tracemalloc
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from moqt import FullTrackName, Limits, Session, Subscription
 from moqt.errors import DoneCode
 from moqt.quic.memory import Link, pair
+from moqt.relay import Relay
 from moqt.wire import PublishNamespace, SubgroupEncoder, SubgroupHeader, Subscribe, SubscribeOk
 from tests.moqt.ends import Peer
 from tests.moqt.scene import collect, make_track
@@ -94,3 +96,31 @@ async def test_what_a_publisher_announces_takes_no_memory() -> None:
         finally:
             tracemalloc.stop()
         assert taken < 200 * 200_000
+
+
+def calls_of(function: Callable[[], object]) -> int:
+    """How many calls in Python a function makes: its cost, without a clock."""
+    calls = 0
+
+    def count(_frame: object, event: str, _argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+async def test_prefixes_are_not_compared_with_each_other() -> None:
+    """What is asked for upstream is found out again whenever somebody wants to know of another prefix."""
+    relay = Relay()
+    for number in range(2000):
+        relay.wanted((b"x", b"%d" % number), True)
+        relay.wanted((b"x", b"%d" % number, b"below"), True)
+    assert relay._needed() == {(b"x", b"%d" % number) for number in range(2000)}
+    assert calls_of(relay._needed) < 40_000
+    relay.wanted((), True)
+    assert relay._needed() == {()}

@@ -19,11 +19,12 @@ from moqt import (
     StreamEnd,
     Track,
 )
-from moqt.errors import DoneCode, ResetCode, StreamReset
-from moqt.relay.cache import OVERHEAD, Cache, CachedTrack
+from moqt.errors import DoneCode, MalformedTrack, ResetCode, StreamReset
+from moqt.relay.cache import OVERHEAD, SEGMENT, Cache, CachedTrack
 from moqt.relay.inlets import SubgroupInlet
 from moqt.track import Hole
 from moqt.wire import ObjectHeader, ObjectStatus, PropertyType, SubgroupHeader
+from tests.counted import Counted
 from tests.moqt.scene import EVERYTHING, at_hand, collect, filled, make_track, noise, objects, piece
 from tests.relay.network import Network, join, network, until
 
@@ -284,3 +285,64 @@ async def test_memory_against_payload(size: int, most: float) -> None:
     kept = sum(item.size for item in track.kept() if item.location.group)
     assert taken < most * kept
     assert 0.85 * taken < cache.bytes - before < 1.15 * taken
+
+
+def header(group: int, number: int, size: int = 0, *, subgroup: int = 0) -> ObjectHeader:
+    return ObjectHeader(Location(group, number), subgroup, 128, (), b"", ObjectStatus.NORMAL, size, False)
+
+
+def cached_track(cache: Cache) -> CachedTrack:
+    return CachedTrack(FullTrackName((b"a",), b"t"), cache, lambda _, start, end, order: Hole(start, end))
+
+
+@pytest.mark.parametrize("groups", [False, True], ids=["objects", "groups"])
+async def test_the_order_in_which_a_publisher_sends_costs_nothing(groups: bool) -> None:
+    """Neither to take the Objects in, nor to throw them out (moqt 21): the highest IDs first, on one stream,
+    and the lowest behind them, on another.
+    """
+    cache, count = Cache(1 << 30), 1000
+    track = cached_track(cache)
+    Counted.comparisons = 0
+    for number in (*range(count, 2 * count), *range(count)):
+        place = (Counted(number), Counted(0)) if groups else (Counted(0), Counted(number))
+        track.begin(header(*place, subgroup=number // count), live=True)
+    assert len(cache) == 2 * count
+    cache.limit = 0
+    cache.grow(0)
+    assert len(cache) == 0
+    assert Counted.comparisons < 200 * count
+
+
+async def test_a_payload_that_came_at_once_is_compared_with_one_that_comes_in_pieces() -> None:
+    """moqt 15 #3, for Objects of more than a segment."""
+    size = 5 * SEGMENT + 7
+    content = memoryview(noise(Location(0, 0), size))
+    track = cached_track(Cache(1 << 30))
+    first = track.begin(header(0, 0, size), live=True)
+    assert first is not None
+    first.write(content)
+    second, third = (track.begin(header(0, 0, size), live=True) for _ in range(2))
+    assert second is not None
+    assert third is not None
+    for start in range(0, size, 100_000):
+        second.write(content[start : start + 100_000])
+    third.write(content[: 3 * SEGMENT])
+    with pytest.raises(MalformedTrack):
+        third.write(memoryview(bytes(size - 3 * SEGMENT)))
+
+
+async def test_pieces_of_an_object_that_is_on_its_way() -> None:
+    size = 3 * SEGMENT
+    content = noise(Location(0, 0), size)
+    track = cached_track(Cache(1 << 30))
+    writer = track.begin(header(0, 0, size), live=True)
+    assert writer is not None
+    [item] = track.kept()
+    assert item.since(0) == ()
+    arrived = 0
+    for step in (1, SEGMENT - 1, 5, SEGMENT, SEGMENT - 6):
+        writer.write(memoryview(content)[arrived : arrived + step])
+        arrived += step
+        for offset in (0, 1, arrived - 1, arrived // 2):
+            assert b"".join(item.since(offset)) == content[offset:arrived]
+    assert item.since(arrived) == ()
