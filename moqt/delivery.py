@@ -167,9 +167,17 @@ class Delivery(TrackWatcher):
         Each stream is looked at, so this is done once in as many pushes as there are streams.
         """
         self._unweighed = 0
-        behind = sum(outgoing.weight for outgoing in self._sending - self._fills)
-        if behind > self.session.limits.max_behind:
-            self._cut_off(ResetCode.TOO_FAR_BEHIND, DoneCode.TOO_FAR_BEHIND)
+        if self.behind > self.session.limits.max_behind:
+            self.fall_behind()
+
+    @property
+    def behind(self) -> int:
+        """Bytes of memory that wait for the peer, fills left aside."""
+        return sum(outgoing.weight for outgoing in self._sending - self._fills)
+
+    def fall_behind(self) -> None:
+        """End the subscription: the peer takes less than comes."""
+        self._cut_off(ResetCode.TOO_FAR_BEHIND, DoneCode.TOO_FAR_BEHIND)
 
     def revoke(self, denied: Denied) -> None:
         """The peer has lost the right to the Track: nothing more of it leaves (security 3.2)."""

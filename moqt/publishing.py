@@ -71,6 +71,14 @@ class Publishing:
         """How many are served."""
         return self._fetches
 
+    def shed(self) -> bool:
+        """End the subscription that is furthest behind with TOO_FAR_BEHIND; False if none is."""
+        worst = max(self._subscriptions, key=lambda delivery: delivery.behind, default=None)
+        if worst is None or not worst.behind:
+            return False
+        worst.fall_behind()
+        return True
+
     async def subscribe(self, stream: RequestStream, message: Subscribe, authority: Authority) -> None:
         """Serve a SUBSCRIBE. Raises RequestRefused before the reply."""
         parameters = message.parameters

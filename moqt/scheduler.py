@@ -187,9 +187,9 @@ class Scheduler:
         connection.feeder = self._feed
 
     @property
-    def backlog(self) -> int:
-        """Bytes that wait here."""
-        return sum(outgoing.backlog for heap in (self._open, self._unopened) for *_, outgoing in heap)
+    def weight(self) -> int:
+        """Bytes of memory that stay taken while all waits that waits."""
+        return sum(outgoing.weight for heap in (self._open, self._unopened) for *_, outgoing in heap)
 
     def start(self, outgoing: Outgoing) -> None:
         """Send what `outgoing` has; streams with a source need this once."""

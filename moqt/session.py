@@ -213,6 +213,11 @@ class Session:
         return self.connection.closed is not None
 
     @property
+    def buffered(self) -> int:
+        """Bytes that we hold for this session: to be sent, of Objects that are not whole, and unread."""
+        return self.scheduler.weight + self.partial.bytes + self.connection.held
+
+    @property
     def serving(self) -> int:
         """How many requests of the peer are open."""
         return self._serving

@@ -224,6 +224,11 @@ class Connection(ABC):
 
     @property
     @abstractmethod
+    def held(self) -> int:
+        """Bytes that have arrived, in order or not, and were not read."""
+
+    @property
+    @abstractmethod
     def unsent(self) -> int:
         """Bytes handed over and not yet put into packets for the first time, over all streams."""
 

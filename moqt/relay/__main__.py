@@ -19,6 +19,7 @@ from moqt.quic.udp import certificates_in
 from moqt.relay.config import PREFIX, Settings
 from moqt.relay.pages import serve_pages
 from moqt.relay.policies import load_policy
+from moqt.relay.pressure import keep_within
 from moqt.relay.relay import Relay
 from moqt.relay.status import Status
 from moqt.relay.upstream import Upstream, keep_upstream
@@ -145,6 +146,9 @@ async def relay(settings: Settings, console: Console) -> int:
 
         if settings.upstream:
             made.spawn(keep_upstream(made, settings.upstream, dial, tell), "upstream")
+        made.spawn(
+            keep_within(stats, each=settings.max_buffered, total=settings.max_buffered_total), "pressure"
+        )
         reason = await signals.next()
         status.draining = True
         console.tell("draining", f"{reason}: leaving within {settings.drain:g} s", reason=reason)

@@ -72,6 +72,12 @@ class Settings(Connecting):
         "under way), or never",
     )
     handshake_deadline: float = option(5.0, "SECONDS", "for the QUIC and TLS handshake", least=0.1)
+    max_buffered_total: int = option(
+        1 << 30,
+        "BYTES",
+        "most bytes held for all sessions; then the one for which most is held pays, as for --max-buffered",
+        least=1 << 20,
+    )
 
     setup_deadline: float = option(
         Limits().setup_deadline,
@@ -129,6 +135,20 @@ class Settings(Connecting):
         least=1 << 16,
     )
 
+    max_partial: int = option(
+        Limits().max_partial,
+        "BYTES",
+        "most bytes of Objects that came in part; streams that bring more are stopped with EXCESSIVE_LOAD",
+        least=1 << 20,
+    )
+    max_buffered: int = option(
+        192 << 20,
+        "BYTES",
+        "most bytes held to be sent, of Objects in part, or unread; then the subscription most behind ends "
+        "with TOO_FAR_BEHIND or, if it is the peer's sending, the session with INTERNAL_ERROR",
+        least=1 << 20,
+    )
+
     @property
     def limits(self) -> Limits:
         """For each session."""
@@ -141,6 +161,7 @@ class Settings(Connecting):
             max_fills=self.max_fills,
             max_object_size=self.max_object_size,
             max_behind=self.max_behind,
+            max_partial=self.max_partial,
         )
 
     @property

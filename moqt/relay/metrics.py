@@ -68,7 +68,10 @@ class Metrics(Collector):
             "code",
         )
         yield _gauge(
-            "backlog_bytes", "Bytes that wait for slow readers", sum(s.scheduler.backlog for s in sessions)
+            "backlog_bytes", "Bytes that wait for slow readers", sum(s.scheduler.weight for s in sessions)
+        )
+        yield _gauge(
+            "buffered_bytes", "These, Objects in part and unread bytes", sum(s.buffered for s in sessions)
         )
         yield _counter("received_bytes", "UDP payload received", stats.received)
         yield _counter("sent_bytes", "UDP payload sent", stats.sent)

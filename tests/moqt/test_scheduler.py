@@ -86,6 +86,10 @@ class CountingConnection(Connection):
         raise NotImplementedError
 
     @property
+    def held(self) -> int:
+        raise NotImplementedError
+
+    @property
     def unsent(self) -> int:
         return self._unsent
 

@@ -45,6 +45,7 @@ def test_each_option_arrives_where_it_counts(certificates: Certificates) -> None
         max_object_size=19,
         receive_window=1 << 20,
         max_behind=1 << 21,
+        max_partial=1 << 22,
         datagram_size=1300,
     )
     listening, limits, options = made.listening, made.limits, made.options
@@ -53,7 +54,7 @@ def test_each_option_arrives_where_it_counts(certificates: Certificates) -> None
     assert (limits.setup_deadline, limits.max_requests) == (2.5, 13)
     assert (limits.max_announcements, limits.max_prefixes) == (14, 15)
     assert (limits.max_fetches, limits.max_fills) == (16, 17)
-    assert (limits.max_object_size, limits.max_behind) == (19, 1 << 21)
+    assert (limits.max_object_size, limits.max_behind, limits.max_partial) == (19, 1 << 21, 1 << 22)
     assert (options.max_uni_streams, options.max_bidi_streams) == (18, 29)
     assert (options.max_data, options.max_stream_data) == (1 << 20, 1 << 18)
     assert options.max_datagram_size == 1300
