@@ -16,6 +16,7 @@ from moqt.quic.udp import Listener, ListenLimits, listen
 from moqt.session import Session
 from moqt.stats import Stats
 from moqt.track import Tracks
+from moqt.uri import Served
 from moqt.wire import DRAFT_22
 
 __all__ = ["Server", "serve"]
@@ -36,6 +37,7 @@ class Server:
         announce: bool,
         policy: Policy | None,
         stats: Stats | None = None,
+        served: Served | None = None,
     ) -> None:
         self.sessions: set[Session] = set()
         self._tracks = tracks
@@ -44,6 +46,7 @@ class Server:
         self._announce = announce
         self._policy = policy
         self._stats = stats
+        self._served = served
         self._listener: Listener | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -92,6 +95,7 @@ class Server:
             limits=self._limits,
             policy=self._policy,
             stats=self._stats,
+            served=self._served,
         )
         try:
             async with session:
@@ -156,16 +160,18 @@ async def serve(
     limits: Limits | None = None,
     listening: ListenLimits | None = None,
     stats: Stats | None = None,
+    served: Served | None = None,
 ) -> AsyncIterator[Server]:
     """Listen on `host` ("::" takes IPv4 too) and `port` (0: any) until the end of the block; all sessions
     offer `tracks`, to whom `policy` allows it (default: to everybody). `limits` are for each session,
-    `listening` for all connections; what is counted goes into `stats`.
+    `listening` for all connections; what is counted goes into `stats`. A client that asks
+    for another authority or path than is `served` (default: any) is turned away.
 
     `certificate` and `key` are PEM files. `on_session` runs for each session once SETUP is done; the session
     goes on after it returns, until it is closed. Raises UsageError for files that can't be used, OSError for
     an address that can't be bound.
     """
-    server = Server(tracks, on_session, limits, announce, policy, stats)
+    server = Server(tracks, on_session, limits, announce, policy, stats, served)
     server._listener = await listen(
         host,
         port,

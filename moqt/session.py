@@ -42,7 +42,7 @@ from moqt.states import Sender
 from moqt.stats import Stats
 from moqt.subscribing import FetchStream, Fill, Subscribing, Subscription, TrackStatusResult
 from moqt.track import Tracks
-from moqt.uri import MoqtUri
+from moqt.uri import MoqtUri, Served
 from moqt.wire import (
     Fetch,
     FetchOk,
@@ -83,7 +83,7 @@ class Session:
     `tracks` is what the peer may ask for; with `announce`, each of its namespaces is told to the peer by
     PUBLISH_NAMESPACE, which a publisher does towards a relay (default: if we dialled and there are any
     `tracks`). `tokens` go with SETUP and with every request (moqt 2.7); `policy` says what the peer may do
-    (default: everything). `uri` is what was dialled.
+    (default: everything). `uri` is what was dialled, `served` what a server serves.
     """
 
     def __init__(
@@ -97,6 +97,7 @@ class Session:
         limits: Limits | None = None,
         stats: Stats | None = None,
         uri: MoqtUri | None = None,
+        served: Served | None = None,
     ) -> None:
         self.connection = connection
         self.tracks = Tracks() if tracks is None else tracks
@@ -104,6 +105,7 @@ class Session:
         self.limits = Limits() if limits is None else limits
         self.stats = Stats() if stats is None else stats
         self.uri = uri
+        self.served = Served() if served is None else served
         self.peer_setup = SetupOptions()
         self.peer_namespaces: dict[TrackNamespace, int] = {}
         """What the peer has announced, and how often."""
@@ -551,6 +553,8 @@ class Session:
                 raise ProtocolError(SessionCode.INVALID_PATH, "a server can't send PATH")
             if options.authority is not None:
                 raise ProtocolError(SessionCode.INVALID_AUTHORITY, "a server can't send AUTHORITY")
+        else:
+            self.served.check(options.authority, options.path)
         self.peer_setup = options
         await self.gate.admit(options.tokens)
         self._ready.set()

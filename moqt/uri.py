@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ipaddress import AddressValueError, IPv6Address
 from typing import Final
 
-from moqt.errors import UsageError
+from moqt.errors import ProtocolError, SessionCode, UsageError
 from moqt.names import printable
 
 DEFAULT_PORT: Final = 443
@@ -54,6 +54,25 @@ class MoqtUri:
 
     def __str__(self) -> str:
         return f"moqt://{self.authority}{self.path_option}{'#' + self.fragment if self.fragment else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a server serves: `hosts`, as in AUTHORITY before the port, and `paths`, as in PATH before
+    the query; the empty path is "/". Without any, it serves all.
+    """
+
+    hosts: frozenset[str] = frozenset()
+    paths: frozenset[str] = frozenset()
+
+    def check(self, authority: str | None, path: str | None) -> None:
+        """Raise ProtocolError unless a client that says this in SETUP is served (moqt 20 #31)."""
+        host = parse_authority(authority)[0].lower() if authority else ""
+        if self.hosts and host not in self.hosts:
+            raise ProtocolError(SessionCode.INVALID_AUTHORITY, "this authority is not served here")
+        where = parse_path(path)[0] if path else ""
+        if self.paths and (where or "/") not in self.paths:
+            raise ProtocolError(SessionCode.INVALID_PATH, "this path is not served here")
 
 
 def parse_authority(text: str) -> tuple[str, int]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from moqt.errors import UsageError
-from moqt.uri import MoqtUri, parse_authority, parse_path
+from moqt.errors import ProtocolError, SessionCode, UsageError
+from moqt.uri import MoqtUri, Served, parse_authority, parse_path
 
 
 @pytest.mark.parametrize(
@@ -96,3 +96,29 @@ def test_parts_that_stand_in_setup_options() -> None:
         parse_path("a")
     with pytest.raises(UsageError):
         parse_authority("h/")
+
+
+@pytest.mark.parametrize(
+    ("authority", "path", "code"),
+    [
+        ("relay.example:4433", "/moq", None),
+        ("Relay.Example", "/moq?token=x", None),
+        ("[::1]:4433", "/", None),
+        ("[::1]", "", None),
+        ("relay.example", None, None),
+        ("other.example", "/moq", SessionCode.INVALID_AUTHORITY),
+        ("relay.example.", "/moq", SessionCode.INVALID_AUTHORITY),
+        (None, "/moq", SessionCode.INVALID_AUTHORITY),
+        ("relay.example", "/moq/", SessionCode.INVALID_PATH),
+        ("relay.example", "/MOQ", SessionCode.INVALID_PATH),
+    ],
+)
+def test_served(authority: str | None, path: str | None, code: SessionCode | None) -> None:
+    served = Served(frozenset({"relay.example", "::1"}), frozenset({"/moq", "/"}))
+    Served().check(authority, path)
+    if code is None:
+        served.check(authority, path)
+    else:
+        with pytest.raises(ProtocolError) as error:
+            served.check(authority, path)
+        assert error.value.code == code

@@ -106,6 +106,7 @@ async def relay(settings: Settings, console: Console) -> int:
                 limits=limits,
                 listening=settings.listening,
                 stats=stats,
+                served=settings.served,
             )
         )
         status = Status(made, server, stats)

@@ -12,6 +12,7 @@ from moqt.options import REQUIRED, option
 from moqt.quic.api import QuicOptions
 from moqt.quic.udp import ListenLimits
 from moqt.relay.relay import CACHE_BYTES
+from moqt.uri import Served
 
 __all__ = ["PREFIX", "Settings"]
 
@@ -29,6 +30,12 @@ class Settings(Connecting):
     listen: str = option(REQUIRED, "HOST:PORT", "wait for sessions here", section="sessions")
     cert: Path = option(REQUIRED, "FILE", "the certificate chain, PEM")
     key: Path = option(REQUIRED, "FILE", "its private key, PEM")
+    served_host: tuple[str, ...] = option(
+        (), "NAME", "serve URIs with this host alone, else INVALID_AUTHORITY; may be repeated (default: any)"
+    )
+    served_path: tuple[str, ...] = option(
+        (), "PATH", "serve URIs with this path alone, else INVALID_PATH; may be repeated (default: any)"
+    )
     policy: Path | None = option(
         None, "FILE", "who may do what, TOML; without one everybody may, so that only loopback is listened on"
     )
@@ -148,6 +155,11 @@ class Settings(Connecting):
         "with TOO_FAR_BEHIND or, if it is the peer's sending, the session with INTERNAL_ERROR",
         least=1 << 20,
     )
+
+    @property
+    def served(self) -> Served:
+        """Which URIs."""
+        return Served(frozenset(map(str.lower, self.served_host)), frozenset(self.served_path))
 
     @property
     def limits(self) -> Limits:

@@ -13,7 +13,7 @@ import pytest
 
 import moqt
 from moqt import FullTrackName, LocationFilter, RequestRejected, Track, Tracks
-from moqt.errors import DeadlineExceeded, RequestCode
+from moqt.errors import DeadlineExceeded, RequestCode, SessionClosed, SessionCode
 from moqt.relay.config import Settings
 from tests.relay.running import running_relay
 
@@ -124,3 +124,20 @@ async def test_object_size(certificates: Certificates) -> None:
             while not isinstance(item := await anext(subscription), moqt.ReceivedObject):
                 pass
         assert item.location.group == 1
+
+
+async def test_what_is_not_served(certificates: Certificates) -> None:
+    """moqt 20 #31."""
+    async with running_relay(certificates, served_host=("LocalHost",), served_path=("/moq",)) as relay:
+        port = relay.uri.rpartition(":")[2]
+        for uri, code in (
+            (f"moqt://127.0.0.1:{port}/moq", SessionCode.INVALID_AUTHORITY),
+            (f"moqt://localhost:{port}/other", SessionCode.INVALID_PATH),
+        ):
+            with pytest.raises(SessionClosed) as error:
+                async with moqt.connect(uri, ca=certificates.ca) as session:
+                    raise await session.wait_closed()
+            assert error.value.code == code
+        async with moqt.connect(f"moqt://localhost:{port}/moq?x=1", ca=certificates.ca) as session:
+            with pytest.raises(RequestRejected):
+                await session.track_status(NAME)
