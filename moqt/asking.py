@@ -45,6 +45,11 @@ class OwnRequest:
         self._fin = False
         """Whether the responder has said all that it had to."""
 
+    @property
+    def error(self) -> Exception | None:
+        """What has ended it; None while it goes on."""
+        return self._error
+
     async def follow(self) -> None:
         """Read the request stream to its end. Raises ProtocolError, ConnectionClosed."""
         try:
@@ -195,8 +200,11 @@ async def ask(
                     session.spawn(_leave(channel, session.limits.linger), "end of a request")
                 else:
                     channel.cancel()
+                broken = made.error
                 # What came of it already goes with it.
                 made.fail(error if isinstance(error, Exception) else StreamReset(ResetCode.CANCELLED))
+                if broken is not None and isinstance(error, StreamReset):
+                    raise broken from None  # A data stream broke before the reply: that is why.
                 raise
     except TimeoutError:
         if scope.expired():

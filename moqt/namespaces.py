@@ -148,11 +148,6 @@ class Announcement(OwnRequest):
         self.over = asyncio.Event()
         """Set when the peer does not take it any more."""
 
-    @property
-    def error(self) -> Exception | None:
-        """Why the peer does not take it any more; None while it does."""
-        return self._error
-
     def fail(self, error: Exception) -> None:
         """The peer does not take it any more."""
         super().fail(error)

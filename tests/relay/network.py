@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from moqt import Fill, FullTrackName, Limits, LocationFilter, Session, Subscription, Track, Tracks
+from moqt.authorization import Policy
 from moqt.errors import DoneCode
 from moqt.quic.memory import Link, pair
 from moqt.relay import Relay
 from moqt.relay.cache import CachedTrack
+from moqt.wire import Token
 from tests.moqt.scene import EVERYTHING, NAMESPACE
 
 __all__ = ["Network", "join", "network", "until"]
@@ -22,7 +24,7 @@ __all__ = ["Network", "join", "network", "until"]
 class Network:
     """`tracks` are the publisher's; `sessions` are subscribers at the last relay. `links` go from the
     publisher to the first relay, from relay to relay, and to the subscribers. `tap` gets each link before
-    anything goes over it.
+    anything goes over it. `policy` is that of all sessions that come to a relay.
     """
 
     tracks: Tracks
@@ -33,6 +35,7 @@ class Network:
     stack: AsyncExitStack
     more: dict[str, Any] = field(default_factory=dict)
     tap: Callable[[Link], object] = lambda _: None
+    policy: Policy | None = None
 
     def end(self, track: Track) -> None:
         """The Track is whole: its subscriptions end with PUBLISH_DONE."""
@@ -47,11 +50,13 @@ class Network:
         """What the publisher has sent, in bytes."""
         return self.links[0].client.stats.sent
 
-    async def publish(self, tracks: Tracks, relay: int = 0, **link_options: Any) -> tuple[Link, Session]:
+    async def publish(
+        self, tracks: Tracks, relay: int = 0, tokens: Sequence[Token] = (), **link_options: Any
+    ) -> tuple[Link, Session]:
         """One more publisher dials a relay."""
         link = self._link(**link_options)
-        session = Session(link.client, tracks=tracks, announce=True)
-        await self._meet(session, Session(link.server, tracks=self.relays[relay].tracks, announce=False))
+        session = Session(link.client, tracks=tracks, announce=True, tokens=tokens)
+        await self._meet(session, self._accept(link, relay))
         return link, session
 
     async def subscriber(
@@ -59,21 +64,20 @@ class Network:
         relay: int = -1,
         limits: Limits | None = None,
         relay_limits: Limits | None = None,
+        tokens: Sequence[Token] = (),
         **link_options: Any,
     ) -> tuple[Link, Session]:
         """One more subscriber dials a relay, or the publisher where there is no relay."""
         link = self._link(**link_options)
-        session = Session(link.client, limits=limits)
-        tracks = self.relays[relay].tracks if self.relays else self.tracks
-        server = Session(link.server, tracks=tracks, announce=False, limits=relay_limits)
-        await self._meet(session, server)
+        session = Session(link.client, limits=limits, tokens=tokens)
+        await self._meet(session, self._accept(link, relay, relay_limits))
         return link, session
 
-    async def chain(self, lower: int, upper: int) -> Link:
+    async def chain(self, lower: int, upper: int, tokens: Sequence[Token] = ()) -> Link:
         """A relay dials another one."""
         link = self._link()
-        session = Session(link.client, tracks=self.relays[lower].upward, announce=True)
-        await self._meet(session, Session(link.server, tracks=self.relays[upper].tracks, announce=False))
+        session = Session(link.client, tracks=self.relays[lower].upward, announce=True, tokens=tokens)
+        await self._meet(session, self._accept(link, upper))
         relay = self.relays[lower]
         up = asyncio.Event()
 
@@ -85,6 +89,10 @@ class Network:
         relay.spawn(use(), "upstream")
         await up.wait()
         return link
+
+    def _accept(self, link: Link, relay: int, limits: Limits | None = None) -> Session:
+        tracks = self.relays[relay].tracks if self.relays else self.tracks
+        return Session(link.server, tracks=tracks, announce=False, limits=limits, policy=self.policy)
 
     def _link(self, **options: Any) -> Link:
         link = pair(**{**self.more, **options})
@@ -104,6 +112,7 @@ async def network(
     subscribers: int = 1,
     relay_options: dict[str, Any] | None = None,
     tap: Callable[[Link], object] = lambda _: None,
+    policy: Policy | None = None,
     **link_options: Any,
 ) -> AsyncIterator[Network]:
     """A publisher of `tracks`, so many relays, and so many subscribers."""
@@ -115,7 +124,7 @@ async def network(
         made = [Relay(**(relay_options or {})) for _ in range(relays)]
         for relay in made:
             stack.push_async_callback(relay.close)
-        net = Network(offered, made, [], None, [], stack, link_options, tap)  # type: ignore[arg-type]  # just below
+        net = Network(offered, made, [], None, [], stack, link_options, tap, policy)  # type: ignore[arg-type]  # just below
         if relays:
             link, net.publisher = await net.publish(offered)
             net.links.append(link)
