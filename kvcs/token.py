@@ -132,7 +132,7 @@ exit codes:
 
 ROLE_HELP = (
     "consumer: discover, subscribe, fetch; producer: announce and publish; relay: what a relay asks of its "
-    "upstream. May be repeated, for one token that allows it all"
+    "upstream (with producer if publishers are below it). May be repeated, for one token that allows it all"
 )
 
 
