@@ -26,8 +26,10 @@ from moqt.ledger import MalformedTrack
 from moqt.limits import Limits
 from moqt.names import FullTrackName, TrackNamespace
 from moqt.quic.api import QuicOptions
+from moqt.quic.udp import ListenLimits
 from moqt.server import Server, serve
 from moqt.session import Session
+from moqt.stats import Stats
 from moqt.subscribing import (
     Announcement,
     FetchStream,
@@ -42,7 +44,7 @@ from moqt.subscribing import (
     TrackStatusResult,
 )
 from moqt.track import StoredObject, Track, Tracks
-from moqt.uri import MoqtUri
+from moqt.uri import MoqtUri, Served
 from moqt.wire import ObjectStatus, RangeStatus, Token
 
 __all__ = [
@@ -56,6 +58,7 @@ __all__ = [
     "GroupOrder",
     "Item",
     "Limits",
+    "ListenLimits",
     "Location",
     "LocationFilter",
     "LocationTaken",
@@ -75,10 +78,12 @@ __all__ = [
     "RequestCode",
     "RequestRejected",
     "ResetCode",
+    "Served",
     "Server",
     "Session",
     "SessionClosed",
     "SessionCode",
+    "Stats",
     "StoredObject",
     "StreamEnd",
     "StreamReset",

@@ -47,6 +47,9 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+LONGEST_PAUSE = 60.0
+"""Seconds at most until a namespace that was refused is announced again, unless the peer says more."""
+
 
 @dataclass(frozen=True, slots=True)
 class NamespaceEvent:
@@ -182,6 +185,7 @@ async def _announce_one(session: Session, namespace: TrackNamespace, withdrawn: 
     """Keep one namespace announced until it is withdrawn. What is refused is tried again when the peer
     invites to (moqt 4.2), and when we have other tokens.
     """
+    pause = 0.1
     while not withdrawn.is_set():
         renewed = session.renewed
         error = await _announce_once(session, namespace, withdrawn)
@@ -192,7 +196,9 @@ async def _announce_one(session: Session, namespace: TrackNamespace, withdrawn: 
         log("%s: %s was not announced: %s", session.connection.id, format_namespace(namespace), error)
         if session.on_announced is not None:
             session.on_announced(namespace, error)
-        await _first_of(withdrawn, renewed, seconds=None if again is None else max(again, 0.1))
+        if again is not None:
+            pause = max(again, min(2 * pause, LONGEST_PAUSE))
+        await _first_of(withdrawn, renewed, seconds=None if again is None else pause)
 
 
 async def _announce_once(

@@ -211,9 +211,10 @@ class Listener:
         """A client's first packet: make a connection of it, ask for proof of its address, or drop it."""
         limits = self._limits
         host = address[0]
+        if self._refusing:
+            return None
         if (
-            self._refusing
-            or self.connections >= limits.connections
+            self.connections >= limits.connections
             or sum(connection.host == host for p in self._ports for connection in p.connections)
             >= limits.connections_per_address
         ):

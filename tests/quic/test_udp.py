@@ -384,7 +384,9 @@ async def test_retry(certificates: Certificates) -> None:
 
 async def test_retry_under_load(certificates: Certificates) -> None:
     """While handshakes are under way that may be of nobody, a client must prove its address."""
-    async with serving(certificates, limits=ListenLimits(retry="load", busy=2)) as server:
+    async with serving(
+        certificates, limits=ListenLimits(retry="load", busy=2, handshake_seconds=60)
+    ) as server:
         first = await dial("127.0.0.1", server.port, alpn=ALPN, ca=certificates.ca)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
             sock.bind(("127.0.0.1", 0))

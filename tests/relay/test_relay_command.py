@@ -9,7 +9,7 @@ import pytest
 
 import moqt
 from moqt import FullTrackName, Limits, QuicOptions, ReceivedObject, Track, Tracks
-from moqt.errors import ConnectionLost, DeadlineExceeded, DoneCode, SessionClosed
+from moqt.errors import ConnectionLost, DeadlineExceeded, DoneCode, SessionClosed, SessionCode
 from moqt.quic.udp import dial
 from moqt.wire import DRAFT_22
 from tests.kvcs.test_commands import BLOCK_TOKENS, BLOCKS, LAYERS, Place, place, run, running, same
@@ -127,7 +127,7 @@ async def test_what_peers_say_does_not_reach_the_terminal(place: Place) -> None:
 
 async def test_told_to_go_under_load(place: Place) -> None:
     """A reader gets what is in flight and is told; one that is stuck holds the relay up, until the time for
-    it is over or, here, until the relay is told a second time.
+    it is over (tests/moqt/test_server.py) or, here, until the relay is told a second time.
     """
     name = FullTrackName((b"n",), b"t")
     tracks, track = Tracks(), Track(name, one_subgroup=True)
@@ -167,5 +167,7 @@ async def test_told_to_go_under_load(place: Place) -> None:
             code, events, errors = await command.end()
             assert (code, errors) == (0, "")
             assert events[-1] == {"event": "end", "reason": "SIGTERM"}
-            assert isinstance(await stuck.wait_closed(), SessionClosed)
+            error = await stuck.wait_closed()
+            assert isinstance(error, SessionClosed)
+            assert error.code == SessionCode.NO_ERROR
             await left.close()
