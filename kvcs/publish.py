@@ -39,6 +39,9 @@ LEAVING = 5.0
 BACK_OFF = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds between attempts to reach a relay again; the last is repeated."""
 
+STEADY = 10.0
+"""Seconds that a session must last, or else the next attempt counts as one more."""
+
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
@@ -240,11 +243,13 @@ async def _connected(
                 ):
                     session.on_announced = announced
                     current[:] = [session]
-                    attempt = 0
+                    began = asyncio.get_running_loop().time()
                     console.tell("connected", f"connected to {arguments.connect}", uri=arguments.connect)
                     if not up.done():
                         up.set_result(None)
                     error: MoqtError = await session.wait_closed()
+                    if asyncio.get_running_loop().time() >= began + STEADY:
+                        attempt = 0
             except MoqtError as failure:
                 if not up.done():
                     up.set_exception(failure)

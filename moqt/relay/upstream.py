@@ -21,6 +21,11 @@ logger = logging.getLogger(__name__)
 BACK_OFF = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds between attempts to reach any upstream; the last is repeated."""
 
+STEADY = 10.0
+"""Seconds that a session must last; else the next upstream of the list is tried before this one again: a peer
+may accept a connection and then deny us a session.
+"""
+
 LEAVING = 10.0
 """Seconds that a session which the upstream asked us to leave may live after the next one is up."""
 
@@ -46,10 +51,12 @@ async def keep_upstream(
     tasks: set[asyncio.Task[None]] = set()
     old: asyncio.Task[None] | None = None
     named = ""
-    attempt = 0
+    attempt = first = 0
+    loop = asyncio.get_running_loop()
     try:
         while True:
-            for uri in [named, *uris] if named else list(uris):
+            in_turn = [*uris[first:], *uris[:first]]
+            for uri in [named, *in_turn] if named else in_turn:
                 current = _Connection(relay, uri, dial, tell)
                 task = asyncio.create_task(current.run(), name=f"upstream {uri}")
                 tasks.add(task)
@@ -61,13 +68,17 @@ async def keep_upstream(
                 await asyncio.sleep(BACK_OFF[min(attempt, len(BACK_OFF) - 1)])
                 attempt += 1
                 continue
-            attempt = 0
             if old is not None:
-                asyncio.get_running_loop().call_later(LEAVING, old.cancel)
+                loop.call_later(LEAVING, old.cancel)
                 old = None
+            began = loop.time()
             named = await current.leave
+            steady = loop.time() >= began + STEADY
+            first = 0 if steady or uri not in uris else (uris.index(uri) + 1) % len(uris)
             if current.lost:
-                await asyncio.sleep(BACK_OFF[0])
+                attempt = 0 if steady else attempt
+                await asyncio.sleep(BACK_OFF[min(attempt, len(BACK_OFF) - 1)])
+                attempt += 1
             else:
                 old = task  # It lives on until its successor is up.
     finally:

@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from moqt import ConnectionLost, Session
+from moqt import ConnectionLost, RequestCode, Session, SessionClosed, SessionCode
+from moqt.authorization import AccessRequest, Decision, Denied, Policy
 from moqt.quic.memory import Link, pair
 from moqt.relay import Relay
 from moqt.relay.upstream import Upstream, keep_upstream
@@ -28,18 +29,21 @@ class Dialer:
         self.links: list[Link] = []
         self.servers: list[Session] = []
         self.told: list[Upstream] = []
+        self.policies: dict[str, Policy] = {}
 
     @asynccontextmanager
     async def __call__(self, uri: str) -> AsyncIterator[Session]:
         if uri not in self.reachable:
             raise ConnectionLost(f"nobody at {uri}")
         link = pair()
-        server = Session(link.server, tracks=self.reachable[uri].tracks, announce=False)
+        server = Session(
+            link.server, tracks=self.reachable[uri].tracks, announce=False, policy=self.policies.get(uri)
+        )
         client = Session(link.client, tracks=self.lower.upward, announce=True)
         self.net.stack.push_async_callback(server.close)
         self.links.append(link)
         self.servers.append(server)
-        await asyncio.gather(server.start(), client.start())
+        await asyncio.gather(server.start(), client.start(), return_exceptions=True)
         try:
             yield client
         finally:
@@ -64,6 +68,36 @@ async def test_the_addresses_are_tried_in_order_and_again() -> None:
         dialer.links[0].cut()
         dialer.reachable["moqt://a"] = net.relays[0]
         await until(lambda: dialer.told[-1] == Upstream("moqt://a"))
+
+
+class Closed:
+    """A policy that lets nobody in."""
+
+    async def decide(self, request: AccessRequest) -> Decision:
+        return Denied(RequestCode.EXPIRED_AUTH_TOKEN, "the token has expired")
+
+
+async def test_an_upstream_that_denies_a_session_is_left_for_the_next() -> None:
+    """And is not dialled all the time: with back-off, like one that can't be reached."""
+    async with network(subscribers=0) as net:
+        lower = Relay()
+        net.stack.push_async_callback(lower.close)
+        dialer = Dialer(net, lower, {"moqt://a": net.relays[0], "moqt://b": net.relays[0]})
+        dialer.policies = {"moqt://a": Closed()}
+        dialer.keep("moqt://a", "moqt://b")
+        await asyncio.sleep(30)
+        assert [what.uri for what in dialer.told if what.error is None] == ["moqt://a", "moqt://b"]
+        (error,) = [what.error for what in dialer.told if what.error is not None]
+        assert isinstance(error, SessionClosed)
+        assert error.code == SessionCode.EXPIRED_AUTH_TOKEN
+        dialer.told.clear()
+        dialer.policies = {"moqt://a": Closed(), "moqt://b": Closed()}
+        dialer.links[-1].cut()
+        await asyncio.sleep(60)
+        assert 5 <= len([what for what in dialer.told if what.error is None]) <= 12
+        dialer.policies = {}
+        await asyncio.sleep(20)
+        assert dialer.told[-1].error is None
 
 
 @pytest.mark.parametrize("way", ["cut", "GOAWAY"])
