@@ -38,7 +38,10 @@ async def serve_pages(host: str, port: int, pages: Mapping[str, Callable[[], Pag
     OSError.
     """
     handler = _Handler(pages)
-    server = await asyncio.start_server(handler.accept, host, port, limit=MAX_HEAD)
+    try:
+        server = await asyncio.start_server(handler.accept, host, port, limit=MAX_HEAD)
+    except OSError as error:
+        raise OSError(error.errno, f"the pages at {host}:{port}: {error.strerror}") from error
     try:
         host, port = server.sockets[0].getsockname()[:2]
         yield f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

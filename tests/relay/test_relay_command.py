@@ -88,7 +88,7 @@ async def test_the_port_is_taken(place: Place) -> None:
         assert events[-1]["text"] == errors.strip()
         code, _, errors = await run([*relay(place), "--metrics-port", pages])
         assert code == 1
-        assert f"('127.0.0.1', {pages})" in errors
+        assert f"the pages at 127.0.0.1:{pages}: " in errors
         assert "address already in use" in errors
         assert "Errno" not in errors
 

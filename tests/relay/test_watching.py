@@ -8,6 +8,7 @@ import logging
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import moqt
 from moqt import Fill, FullTrackName, LocationFilter, RequestRejected, Track, Tracks
+from moqt.authorization import AccessRequest, Action, Allowed, Decision, Denied
 from moqt.quic.udp import dial
 from moqt.uri import MoqtUri
 from moqt.wire import (
@@ -142,6 +144,34 @@ async def test_what_happened_is_counted(certificates: Certificates) -> None:
         for name in now:
             if name.endswith("_total"):
                 assert last[name] >= now[name]
+
+
+class NothingToRead:
+    """A policy that lets everybody in, and nobody subscribe."""
+
+    async def decide(self, request: AccessRequest) -> Decision:
+        allowed = request.action is not Action.SUBSCRIBE
+        return Allowed() if allowed else Denied(reason="not here")
+
+
+def nothing_to_read(_options: object) -> NothingToRead:
+    return NothingToRead()
+
+
+async def test_denials_are_counted(certificates: Certificates, tmp_path: Path) -> None:
+    policy = tmp_path / "policy.toml"
+    policy.write_text(f'load = "{__name__}:nothing_to_read"\n')
+    async with (
+        watched(certificates, policy=policy) as relay,
+        moqt.connect(relay.uri, ca=certificates.ca) as session,
+    ):
+        with pytest.raises(RequestRejected):
+            await session.subscribe(NAME)
+        with pytest.raises(RequestRejected):
+            await session.track_status(NAME)
+        now = await metrics(relay)
+        assert now["requests_refused_total{code=UNAUTHORIZED,type=Subscribe}"] == 1
+        assert now["requests_refused_total{code=DOES_NOT_EXIST,type=TrackStatus}"] == 1
 
 
 async def test_an_upstream_is_counted(certificates: Certificates) -> None:
