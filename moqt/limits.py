@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-__all__ = ["Limits"]
+__all__ = ["Limits", "Pace"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,10 @@ class Limits:
     """Advertised MAX_AUTH_TOKEN_CACHE_SIZE (moqt 2.7)."""
     max_requests: int = 512
     """Requests of the peer that may be open at once; more are answered EXCESSIVE_LOAD (moqt 21)."""
+    request_rate: float | None = None
+    """Requests a second of the peer, once it has made as many as may be open; more are answered
+    EXCESSIVE_LOAD (moqt 21). None: any.
+    """
     max_fetches: int = 32
     """Fetches of the peer that may run at once (kvcs 10, R10e); more are answered EXCESSIVE_LOAD."""
     max_fills: int = 8
@@ -67,3 +72,22 @@ class Limits:
     """
     retry_after: float = 1.0
     """What EXCESSIVE_LOAD tells the peer to wait."""
+
+
+class Pace:
+    """How often something may happen: `rate` times a second, and `burst` times at once."""
+
+    def __init__(self, rate: float, burst: int) -> None:
+        self._rate = rate
+        self._burst = float(burst)
+        self._left = self._burst
+        self._at = -math.inf
+
+    def take(self, now: float) -> bool:
+        """Whether it may happen at the time `now`, in seconds; then it has."""
+        self._left = min(self._burst, self._left + (now - self._at) * self._rate)
+        self._at = now
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True

@@ -29,7 +29,7 @@ from moqt.errors import (
     UsageError,
 )
 from moqt.filters import FilterType, GroupOrder, LocationFilter, RangeFilter
-from moqt.limits import Limits
+from moqt.limits import Limits, Pace
 from moqt.names import FullTrackName, TrackNamespace, check_namespace, printable
 from moqt.namespaces import Announcement, NamespaceWatch, announce, take_namespace
 from moqt.partial import Partial
@@ -132,6 +132,8 @@ class Session:
         self._followers: set[asyncio.Task[None]] = set()
         self._requests: set[OwnRequest] = set()
         self._serving = 0
+        rate = self.limits.request_rate
+        self._pace = None if rate is None else Pace(rate, self.limits.max_requests)
         self._control: Stream | None = None
         self._peer_control = False
         self._leaving = False
@@ -604,6 +606,10 @@ class Session:
         if self._serving > self.limits.max_requests:
             raise RequestRefused(
                 RequestCode.EXCESSIVE_LOAD, f"{self.limits.max_requests} requests are open already"
+            )
+        if self._pace is not None and not self._pace.take(asyncio.get_running_loop().time()):
+            raise RequestRefused(
+                RequestCode.EXCESSIVE_LOAD, f"more than {self.limits.request_rate:g} requests a second"
             )
         # security 3.2: before anything is looked up or asked upstream, so that neither the answer nor its
         # time tells those without the right whether a thing exists.

@@ -100,6 +100,12 @@ class Settings(Connecting):
         least=1,
         most=1 << 16,
     )
+    max_request_rate: float = option(
+        200.0,
+        "N",
+        "most requests a second, beyond as many at once as may be open; more get EXCESSIVE_LOAD",
+        least=1,
+    )
     max_announcements: int = option(
         Limits().max_announcements,
         "N",
@@ -167,6 +173,7 @@ class Settings(Connecting):
         return Limits(
             setup_deadline=self.setup_deadline,
             max_requests=self.max_requests,
+            request_rate=self.max_request_rate,
             max_announcements=self.max_announcements,
             max_prefixes=self.max_prefixes,
             max_fetches=self.max_fetches,

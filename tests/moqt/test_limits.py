@@ -8,13 +8,13 @@ from contextlib import AsyncExitStack
 import pytest
 
 from moqt.errors import RequestCode
-from moqt.limits import Limits
+from moqt.limits import Limits, Pace
 from moqt.quic.memory import pair
 from moqt.server import Server
 from moqt.session import Session
 from moqt.track import Tracks
-from moqt.wire import PublishNamespace, RequestError, RequestOk, SubscribeNamespace
-from tests.moqt.ends import NAMESPACE, Peer, hostile
+from moqt.wire import PublishNamespace, RequestError, RequestOk, SubscribeNamespace, TrackStatus
+from tests.moqt.ends import NAME, NAMESPACE, Peer, hostile
 
 pytestmark = pytest.mark.virtual
 
@@ -90,3 +90,31 @@ async def test_a_refused_announcement_that_is_withdrawn_is_not_repeated() -> Non
         await session.close()
         peer.connection.close()
         await peer.connection.wait_closed()
+
+
+def test_pace() -> None:
+    pace = Pace(2.0, 3)
+    assert [pace.take(10.0) for _ in range(4)] == [True, True, True, False]
+    assert [pace.take(now) for now in (10.4, 10.5, 10.6, 11.0)] == [False, True, False, True]
+    assert [pace.take(100.0) for _ in range(4)] == [True, True, True, False]
+
+
+async def test_requests_in_a_short_time() -> None:
+    """A flood is answered EXCESSIVE_LOAD, though each request is over at once; then it may go on."""
+    limits = Limits(max_requests=5, request_rate=10.0, retry_after=0.5)
+    async with hostile(limits=limits) as (session, peer):
+
+        async def ask() -> RequestCode | None:
+            talk = await peer.ask(TrackStatus(peer.id(), NAME), fin=True)
+            answer = await talk.next()
+            return RequestCode(answer.code) if isinstance(answer, RequestError) else None
+
+        await asyncio.sleep(1)
+        codes = [await ask() for _ in range(100)]
+        taken = [code for code in codes if code is None]
+        assert codes[:5] == [None] * 5
+        assert set(codes) == {None, RequestCode.EXCESSIVE_LOAD}
+        assert 5 < len(taken) < 40
+        await asyncio.sleep(0.5)
+        assert await ask() is None
+        assert not session.closed

@@ -37,6 +37,7 @@ def test_each_option_arrives_where_it_counts(certificates: Certificates) -> None
         handshake_deadline=1.5,
         setup_deadline=2.5,
         max_requests=13,
+        max_request_rate=13.5,
         max_announcements=14,
         max_prefixes=15,
         max_fetches=16,
@@ -51,7 +52,7 @@ def test_each_option_arrives_where_it_counts(certificates: Certificates) -> None
     listening, limits, options = made.listening, made.limits, made.options
     assert (listening.connections, listening.connections_per_address) == (11, 12)
     assert (listening.retry, listening.handshake_seconds) == ("load", 1.5)
-    assert (limits.setup_deadline, limits.max_requests) == (2.5, 13)
+    assert (limits.setup_deadline, limits.max_requests, limits.request_rate) == (2.5, 13, 13.5)
     assert (limits.max_announcements, limits.max_prefixes) == (14, 15)
     assert (limits.max_fetches, limits.max_fills) == (16, 17)
     assert (limits.max_object_size, limits.max_behind, limits.max_partial) == (19, 1 << 21, 1 << 22)
