@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -832,6 +833,43 @@ async def test_a_register_counts_in_whatever_is_rejected() -> None:
         await asyncio.sleep(1)
         assert isinstance(await reply(await ask_status(peer, *map(use, range(1, 5)))), RequestOk)
         assert policy.asked[-1].tokens == ((1, b"one"), (1, b"two"), (1, b"three"), (1, b"four"))
+
+
+async def test_an_alias_of_a_token_that_has_expired_stays() -> None:
+    """Until it is deleted: it still can be, and it can't be registered again before."""
+    policy = Script(Action.TRACK_STATUS)
+    async with hostile(policy=policy) as (session, peer):
+        assert isinstance(await reply(await ask_status(peer, register(1, b"one"))), RequestOk)
+        policy.denied = EXPIRED
+        for _ in range(2):
+            await check_refused(await ask_status(peer, use(1)), RequestCode.EXPIRED_AUTH_TOKEN)
+        assert policy.asked[-1].tokens == ((1, b"one"),)
+        policy.denied = None
+        assert isinstance(await reply(await ask_status(peer, delete(1), register(1, b"two"))), RequestOk)
+        await ask_status(peer, register(1, b"three"))
+        await check_closed(session, peer, SessionCode.DUPLICATE_AUTH_TOKEN_ALIAS)
+
+
+async def test_no_token_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """However it came, and whatever is wrong with it."""
+    caplog.set_level(logging.DEBUG)
+    policy = Script(*set(Action) - {Action.FETCH})
+    async with hostile(policy=policy, setup=SetupOptions(tokens=(register(1, b"hush-1"),))) as (
+        session,
+        peer,
+    ):
+        await reply(await ask_status(peer, value(b"hush-2"), register(2, b"hush-3")))
+        await reply(await peer.ask(Fetch(peer.id(), NAME, with_token(b"hush-4"))))
+        running = await peer.ask(Subscribe(peer.id(), NAME, Parameters(tokens=(use(2),))))
+        await reply(running)
+        policy.denied = EXPIRED
+        await running.say(RequestUpdate(peer.id(), with_token(b"hush-5")))
+        await reply(running)
+        await ask_status(peer, value(b"hush-6"), value(b"hush-6"))
+        await check_closed(session, peer, SessionCode.PROTOCOL_VIOLATION)
+    assert "FETCH denied" in caplog.text
+    assert "hush" not in caplog.text
+    assert b"hush".hex() not in caplog.text
 
 
 # Many at once.
