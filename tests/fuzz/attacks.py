@@ -78,6 +78,7 @@ class Attacker(Speaker):
 
     async def say(self, data: bytes, *, fin: bool = False) -> None:
         self.sent += 1
+        self.going = self.going or data[:1] == vi(GOAWAY)
         await super().say(data, fin=fin)
 
     async def add(self, stream: Stream, data: bytes, *, fin: bool = False) -> None:
@@ -415,7 +416,7 @@ async def goaway(a: Attacker) -> Verdict:
 
 async def goaway_and_go_on(a: Attacker) -> Verdict:
     """GOAWAY is no fault, once; whoever sends it may ask on."""
-    again, a.going = a.going, True
+    again = a.going
     await a.say(frame(GOAWAY, prefixed(b""), vi(0)))
     await a.request(_plain(0x0D, a.take_id()))
     return PV if again else LIVES
