@@ -48,11 +48,11 @@ class _Group:
 
 
 class Ledger:
-    """The Locations received, with a checksum of each payload; `limit` of them at most, then the oldest
-    Groups are forgotten.
+    """The Locations received, with a checksum of each payload; `limit` of them and of their Groups and
+    Subgroups at most, then the oldest Groups are forgotten.
 
     A cache finds duplicates itself: with `cached`, which gives the IDs of the Objects of a Group, ascending,
-    nothing is kept here for each Object, and `limit` bounds the Groups.
+    nothing is kept here for each Object.
     """
 
     def __init__(self, limit: int, cached: Callable[[int], Sequence[int]] | None = None) -> None:
@@ -141,7 +141,10 @@ class Ledger:
             raise MalformedTrack(f"the Object at {location} lies beyond the End of Track")
 
     def _check_subgroup(self, group: _Group, subgroup: int, location: Location, priority: int) -> None:
-        entry = group.subgroups.setdefault(subgroup, _Subgroup(priority))
+        entry = group.subgroups.get(subgroup)
+        if entry is None:
+            entry = group.subgroups[subgroup] = _Subgroup(priority)
+            self._count += 1
         if entry.priority != priority:
             raise MalformedTrack(f"the Object at {location} has another priority than its Subgroup")
         if entry.last is not None and location.object > entry.last:
@@ -174,7 +177,8 @@ class Ledger:
         """Make room for one more, at the cost of the Groups that came first."""
         while self._groups and self._count >= self._limit:
             oldest = next(iter(self._groups))
-            self._count -= len(self._groups.pop(oldest).objects) + 1
+            group = self._groups.pop(oldest)
+            self._count -= len(group.objects) + len(group.subgroups) + 1
             del self._group_ids[bisect_left(self._group_ids, oldest)]
 
 

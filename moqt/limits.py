@@ -66,6 +66,10 @@ class Limits:
     """Fetches of the peer that may run at once (kvcs 10, R10e); more are answered EXCESSIVE_LOAD."""
     max_fills: int = 8
     """Fills of one subscription that may run at once; an update that asks for one more fails."""
+    max_rendezvous: float = 30.0
+    """How long a request may wait for a publisher, whatever its RENDEZVOUS_TIMEOUT says (moqt 5.1): meanwhile
+    those who may have the Track are asked again and again.
+    """
     max_behind: int = 64 * 1024 * 1024
     """Bytes of a relayed Track that may wait for one subscription of the peer; at more it is ended with
     TOO_FAR_BEHIND (moqt 9).

@@ -75,6 +75,12 @@ class LocationSet:
         self._starts[first:last] = [range_start for range_start, _ in kept]
         self._ends[first:last] = [range_end for _, range_end in kept]
 
+    def shorten(self, limit: int) -> None:
+        """Take the lowest Locations out until there are at most `limit` ranges."""
+        excess = len(self._starts) - limit
+        if excess > 0:
+            del self._starts[:excess], self._ends[:excess]
+
     def gap(self, start: Location, end: Location) -> tuple[Location, Location] | None:
         """The first range within `start` to `end` of which nothing is in the set; None if all is in."""
         low, high = _number(start), _number(end)

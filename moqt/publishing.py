@@ -290,7 +290,8 @@ class Publishing:
         track = tracks.get(name)
         if track is not None and track.authoritative:
             return track
-        rendezvous = seconds_of(parameters.rendezvous_timeout) or 0.0
+        asked = seconds_of(parameters.rendezvous_timeout) or 0.0
+        rendezvous = min(asked, self.session.limits.max_rendezvous)
         finding = asyncio.ensure_future(tracks.find(name, self.session, rendezvous=rendezvous, wanted=wanted))
 
         def on_stopped(_code: int) -> None:

@@ -61,3 +61,13 @@ def test_turned_round_ranges_change_nothing() -> None:
     ranges.add(Location(0, 0), Location(0, 5))
     ranges.remove(Location(0, 3), Location(0, 2))
     assert list(ranges) == [(Location(0, 0), Location(0, 5))]
+
+
+def test_the_lowest_go_when_there_are_too_many() -> None:
+    ranges = LocationSet()
+    for group in range(5):
+        ranges.add(Location(group, 1), Location(group, 2))
+    ranges.shorten(5)
+    assert len(ranges) == 5
+    ranges.shorten(2)
+    assert list(ranges) == [(Location(group, 1), Location(group, 2)) for group in (3, 4)]

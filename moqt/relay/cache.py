@@ -30,8 +30,13 @@ OVERHEAD = 480
 MAX_BUSY = 64
 """Objects that can't be thrown out and are passed over at a time, to make room."""
 
-MAX_KNOWN = 1 << 20
-"""Groups remembered for each Track, to find contradictions (moqt 20.1)."""
+MAX_RANGES = 1 << 16
+"""Ranges that are known of a Track, besides those of the Objects that are here (moqt 21)."""
+
+MAX_KNOWN = 1 << 14
+"""Groups and Subgroups remembered for each Track, to find contradictions (moqt 20.1); they take up to 750
+bytes each.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -302,7 +307,7 @@ class CachedTrack(Track):
                 hole=hole,
             )
             if hole is not None:
-                hole.ahead += item.size
+                hole.ahead += OVERHEAD + item.size
             item.writers += 1  # So that it is not thrown out at once.
             self._store(item, header)
             item.writers -= 1
@@ -310,7 +315,7 @@ class CachedTrack(Track):
             item.subgroup != header.subgroup and not item.datagram
         ):
             raise MalformedTrack(f"a second, different Object at {location}")
-        self.known.add(location, location)
+        self._note(location, location)
         item.writers += 1  # Nothing can throw it out meanwhile.
         if live:
             self.saw(location)
@@ -367,7 +372,7 @@ class CachedTrack(Track):
 
     def learn(self, start: Location, end: Location) -> None:
         """Whatever exists from `start` to `end` is here."""
-        self.known.add(start, end)
+        self._note(start, end)
         self._changed()
 
     def open_stream(self, group: int, subgroup: int) -> None:
@@ -553,7 +558,7 @@ class CachedTrack(Track):
 
     def _take_from_hole(self, item: CachedObject) -> None:
         if item.hole is not None:
-            item.hole.ahead -= item.size
+            item.hole.ahead -= OVERHEAD + item.size
             item.hole = None
             self._changed()
 
@@ -622,6 +627,18 @@ class CachedTrack(Track):
                 else:
                     self.known.add(Location(location.group, here - gap), Location(location.group, here - 1))
 
+    def _note(self, start: Location, end: Location) -> None:
+        """It is known from now on what exists there. What does not exist is forgotten, that is, unknown
+        again, when it is in too many pieces.
+        """
+        self.known.add(start, end)
+        if len(self.known) > 2 * self._count + MAX_RANGES:
+            self.known = LocationSet()
+            for item in self.kept():
+                if item.writers or not item.missing:
+                    self.known.add(item.location, item.location)
+            self.known.add(start, end)
+
     def _take_status(self, header: ObjectHeader, priority: int, live: bool, ends: bool) -> None:
         location = header.location
         if header.status is ObjectStatus.END_OF_TRACK:
@@ -642,6 +659,7 @@ class CachedTrack(Track):
     def _tell_now(self, item: StoredObject) -> None:
         if item.location not in self._told:
             self._told.add(item.location, item.location)
+            self._told.shorten(MAX_RANGES)
             self._tell(item)
 
     def _tell_or_defer(self, tell: Callable[[], None]) -> None:

@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from moqt.errors import ResetCode
+from moqt.errors import MalformedTrack, ResetCode
 from moqt.fetching import ranges, successor
 from moqt.filters import GroupOrder, Location
 from moqt.locations import LocationSet
 from moqt.reception import Inlet
-from moqt.relay.cache import CachedTrack, Writer
+from moqt.relay.cache import MAX_RANGES, CachedTrack, Writer
 from moqt.track import Hole
 from moqt.wire import EndOfRange, ObjectHeader, ObjectStatus, RangeStatus, SubgroupHeader
 
@@ -116,6 +116,8 @@ class FetchInlet(Inlet):
                 self._track.learn(start, end)
             else:
                 self._hole.unknown.add(start, end)
+        if len(self._hole.unknown) > MAX_RANGES:
+            raise MalformedTrack("a fetch is in more pieces than can be kept")
 
     async def room(self) -> bool:
         self._waiting = True

@@ -183,3 +183,13 @@ def test_a_gap_is_not_compared_with_all_that_came(kind: PropertyType) -> None:
         place = header(*ids, properties=((kind, step - 1),))
         assert ledger.record(place, b"", priority=128)
     assert Counted.comparisons < 100 * count
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_subgroups_count(cached: bool) -> None:
+    """A Group of one Subgroup for each Object is forgotten like many Groups (moqt 21)."""
+    ledger = Ledger(100, (lambda _group: ()) if cached else None)
+    for number in range(1000):
+        ledger.record(header(0, number, subgroup=number), b"", priority=128)
+        [group] = ledger._groups.values()
+        assert len(group.subgroups) <= 100

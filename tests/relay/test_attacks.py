@@ -11,10 +11,18 @@ from contextlib import asynccontextmanager
 import pytest
 
 from moqt import FullTrackName, Limits, Session, Subscription
-from moqt.errors import DoneCode
+from moqt.errors import DoneCode, RequestCode
 from moqt.quic.memory import Link, pair
 from moqt.relay import Relay
-from moqt.wire import PublishNamespace, SubgroupEncoder, SubgroupHeader, Subscribe, SubscribeOk
+from moqt.wire import (
+    Parameters,
+    PublishNamespace,
+    RequestError,
+    SubgroupEncoder,
+    SubgroupHeader,
+    Subscribe,
+    SubscribeOk,
+)
 from tests.moqt.ends import Peer
 from tests.moqt.scene import collect, make_track
 from tests.relay.network import Network, join, network
@@ -34,28 +42,33 @@ async def served(net: Network, limits: Limits) -> tuple[Link, Session, Session]:
 
 
 @asynccontextmanager
-async def intruder(net: Network, name: FullTrackName) -> AsyncIterator[tuple[Peer, Subscription]]:
-    """A publisher of a Track that says what it likes at the relay, under alias 1, and somebody who has
-    subscribed to it.
-    """
+async def guest(net: Network, limits: Limits | None = None) -> AsyncIterator[Peer]:
+    """A peer of the relay that says what it likes."""
     link = pair()
     peer = Peer(link.client)
-    relay = Session(link.server, tracks=net.relays[0].tracks, announce=False)
+    relay = Session(link.server, tracks=net.relays[0].tracks, announce=False, limits=limits)
     await peer.set_up()
     await relay.start()
-    await peer.ask(PublishNamespace(peer.id(), name.namespace))
-    _, victim = await net.subscriber()
-    joining = asyncio.ensure_future(victim.subscribe(name))
-    talk, request = await peer.request()
-    assert isinstance(request, Subscribe)
-    await talk.say(SubscribeOk(1))
     try:
-        async with await joining as subscription:
-            yield peer, subscription
+        yield peer
     finally:
         await relay.close()
         peer.connection.close()
         await peer.connection.wait_closed()
+
+
+@asynccontextmanager
+async def intruder(net: Network, name: FullTrackName) -> AsyncIterator[tuple[Peer, Subscription]]:
+    """A publisher of a Track that says what it likes, under alias 1, and somebody who has subscribed."""
+    async with guest(net) as peer:
+        await peer.ask(PublishNamespace(peer.id(), name.namespace))
+        _, victim = await net.subscriber()
+        joining = asyncio.ensure_future(victim.subscribe(name))
+        talk, request = await peer.request()
+        assert isinstance(request, Subscribe)
+        await talk.say(SubscribeOk(1))
+        async with await joining as subscription:
+            yield peer, subscription
 
 
 async def test_what_it_takes_to_let_streams_wait_counts() -> None:
@@ -96,6 +109,21 @@ async def test_what_a_publisher_announces_takes_no_memory() -> None:
         finally:
             tracemalloc.stop()
         assert taken < 200 * 200_000
+
+
+async def test_nobody_can_have_a_publisher_asked_for_ever() -> None:
+    """One SUBSCRIBE with a RENDEZVOUS_TIMEOUT of millions of years (moqt 5.1: a relay may shorten it)."""
+    track = make_track(b"k")
+    missing = FullTrackName(track.name.namespace, b"missing")
+    parameters = Parameters(rendezvous_timeout=2**64 - 1)
+    async with network(track, subscribers=0) as net, guest(net, Limits(max_rendezvous=20.0)) as peer:
+        talk = await peer.ask(Subscribe(peer.id(), missing, parameters))
+        async with asyncio.timeout(25):
+            answer = await talk.next()
+        assert isinstance(answer, RequestError)
+        assert answer.code == RequestCode.TIMEOUT
+        await asyncio.sleep(60)
+        assert 1 < net.publisher.stats.requests["Subscribe"] <= 21
 
 
 def calls_of(function: Callable[[], object]) -> int:

@@ -21,9 +21,9 @@ from moqt import (
 )
 from moqt.errors import DoneCode, MalformedTrack, ResetCode, StreamReset
 from moqt.relay.cache import OVERHEAD, SEGMENT, Cache, CachedTrack
-from moqt.relay.inlets import SubgroupInlet
+from moqt.relay.inlets import FetchInlet, SubgroupInlet
 from moqt.track import Hole
-from moqt.wire import ObjectHeader, ObjectStatus, PropertyType, SubgroupHeader
+from moqt.wire import EndOfRange, ObjectHeader, ObjectStatus, PropertyType, SubgroupHeader
 from tests.counted import Counted
 from tests.moqt.scene import EVERYTHING, at_hand, collect, filled, make_track, noise, objects, piece
 from tests.relay.network import Network, join, network, until
@@ -346,3 +346,51 @@ async def test_pieces_of_an_object_that_is_on_its_way() -> None:
         for offset in (0, 1, arrived - 1, arrived // 2):
             assert b"".join(item.since(offset)) == content[offset:arrived]
     assert item.since(arrived) == ()
+
+
+async def test_what_is_known_of_what_is_not_here_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A publisher of every other Object, each of which is thrown out at once (moqt 21)."""
+    monkeypatch.setattr("moqt.relay.cache.MAX_RANGES", 100)
+    cache = Cache(3 * OVERHEAD)
+    track = cached_track(cache)
+    for number in range(1000):
+        track.begin(header(0, 3 * number), live=True)
+        track.learn(Location(0, 3 * number + 1), Location(0, 3 * number + 1))
+        track.learn(Location(1, 2 * number), Location(1, 2 * number))
+        assert len(track._told) <= 100
+        assert len(track.known) <= 100 + 2 * len(cache) + 1
+        for item in track.kept():
+            assert item.location in track.known
+        assert Location(1, 2 * number) in track.known
+    assert len(cache) == 3
+
+
+async def test_objects_without_payload_are_not_fetched_without_end() -> None:
+    """What was fetched and nobody has used stays, and so it is bounded, of whatever size it is."""
+    track, hole = cached_track(Cache(1 << 30)), Hole(Location(0, 0), Location(9, 0))
+    asked = (hole.start, hole.end)
+    inlet = FetchInlet(track, hole, GroupOrder.ASCENDING, asked, 10_000)
+    for number in range(100):
+        inlet.object(header(0, number))
+    waiting = asyncio.ensure_future(inlet.room())
+    await asyncio.sleep(1)
+    assert not waiting.done()
+    for item in list(track.kept()):
+        track.use(item)
+    assert hole.ahead == 0
+    assert await waiting
+
+
+async def test_a_fetch_in_too_many_pieces_is_no_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moqt.relay.inlets.MAX_RANGES", 100)
+    track, hole = cached_track(Cache(1 << 30)), Hole(Location(0, 0), Location(9, 0))
+    inlet = FetchInlet(track, hole, GroupOrder.ASCENDING, (hole.start, hole.end), 10_000)
+
+    def markers() -> None:
+        for number in range(1000):
+            kind = RangeStatus.UNKNOWN if number % 2 else RangeStatus.NON_EXISTENT
+            inlet.marker(EndOfRange(kind, Location(0, number)))
+
+    with pytest.raises(MalformedTrack):
+        markers()
+    assert len(hole.unknown) == 101
