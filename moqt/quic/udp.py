@@ -14,6 +14,7 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from ipaddress import IPv6Network
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -91,8 +92,9 @@ async def dial(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListenLimits:
-    """What a listener allows. A client that comes when `connections` are open, in all or from its address,
-    gets no answer, and neither does one whose handshake takes more than `handshake_seconds`.
+    """What a listener allows. A client that comes when `connections` are open, in all or from its address
+    (of IPv6: from its network of 64 bits), gets no answer; one whose handshake takes more than
+    `handshake_seconds` is forgotten.
 
     `retry` tells when clients must prove their address first, by a Retry packet that costs a round trip
     (RFC 9000 8.1.2): "load" is while `busy` or more handshakes are under way. Tickets are never issued, so
@@ -210,7 +212,7 @@ class Listener:
     def admit(self, port: _ServerPort, header: QuicHeader, address: Address) -> AioquicConnection | None:
         """A client's first packet: make a connection of it, ask for proof of its address, or drop it."""
         limits = self._limits
-        host = address[0]
+        host = _holder(address[0])
         if self._refusing:
             return None
         if (
@@ -545,6 +547,13 @@ def _bound(family: socket.AddressFamily, address: Address, *, dual: bool = False
         sock.close()
         raise OSError(error.errno, f"can't listen on {_show(address)}: {error.strerror}") from error
     return sock
+
+
+def _holder(host: str) -> str:
+    """Whose address it is: who has one of IPv6 has all of its network."""
+    if ":" not in host or host.startswith("::ffff:"):
+        return host
+    return str(IPv6Network((host.partition("%")[0], 64), strict=False))
 
 
 def _show(address: Address) -> str:

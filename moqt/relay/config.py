@@ -70,7 +70,10 @@ class Settings(Connecting):
         section="limits of all sessions",
     )
     max_connections_per_address: int = option(
-        64, "N", "most connections from one IP address; who comes then gets no answer", least=1
+        64,
+        "N",
+        "most connections from one IP address (IPv6: one /64); who comes then gets no answer",
+        least=1,
     )
     retry: Literal["always", "load", "never"] = option(
         "always",

@@ -427,6 +427,14 @@ async def test_connections_are_limited(certificates: Certificates, limits: Liste
         await finish(await dial("127.0.0.1", server.port, alpn=ALPN, ca=certificates.ca))
 
 
+def test_who_holds_an_address() -> None:
+    assert udp._holder("192.0.2.1") == "192.0.2.1"
+    assert udp._holder("::ffff:192.0.2.1") != udp._holder("::ffff:192.0.2.2")
+    assert udp._holder("2001:db8::1") == udp._holder("2001:db8::ffff:0:0:1")
+    assert udp._holder("2001:db8:0:1::1") != udp._holder("2001:db8::1")
+    assert udp._holder("fe80::1%eth0") == udp._holder("fe80::2%eth0")
+
+
 def first_flight(certificates: Certificates, token: bytes = b"") -> bytes:
     """The first datagram of a client."""
     configuration = QuicConfiguration(alpn_protocols=ALPN, token=token)
