@@ -201,12 +201,18 @@ class RequestRejected(MoqtError):
 
 
 class RequestRefused(MoqtError):
-    """Raised by our own handlers to make the session answer REQUEST_ERROR. `reason` is sent to the peer."""
+    """Raised by our own handlers to make the session answer REQUEST_ERROR. `reason` is sent to the peer.
 
-    def __init__(self, code: RequestCode, reason: str) -> None:
+    `redirect` says where to ask instead; it comes with REDIRECT, and only with it. Raises UsageError.
+    """
+
+    def __init__(self, code: RequestCode, reason: str, redirect: Redirect | None = None) -> None:
         super().__init__(f"{code_text(RequestCode, code)}: {reason}")
+        if (code is RequestCode.REDIRECT) != (redirect is not None):
+            raise UsageError("REDIRECT, and nothing else, says where to ask instead")
         self.code = code
         self.reason = reason
+        self.redirect = redirect
 
 
 class MalformedTrack(MoqtError):

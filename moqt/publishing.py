@@ -43,7 +43,7 @@ def request_error(refusal: RequestRefused, retry_after: float) -> RequestError:
     4.2).
     """
     retry = int(retry_after * 1000) + 1 if refusal.code is RequestCode.EXCESSIVE_LOAD else 0
-    return RequestError(refusal.code, retry, refusal.reason, None)
+    return RequestError(refusal.code, retry, refusal.reason, refusal.redirect)
 
 
 class Publishing:

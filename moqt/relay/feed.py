@@ -117,7 +117,7 @@ class Feed:
             waits = not upward and self._relay.reconnecting and not self._relay.keeps(self.name.namespace)
             end = patient if waits else deadline
             if not pending and now >= end:
-                raise self._refusal(waited=bool(rendezvous) or waits)
+                raise self._refusal(waited=bool(rendezvous) or waits, upward=upward)
             self._changed.clear()
             if pending:
                 await self._changed.wait()
@@ -152,9 +152,11 @@ class Feed:
         if self._grace is None:
             self._grace = asyncio.get_running_loop().call_later(self._relay.grace, self._give_up)
 
-    def _refusal(self, *, waited: bool) -> RequestRefused:
+    def _refusal(self, *, waited: bool, upward: bool) -> RequestRefused:
         answer = refusal(self._errors.values())
         self._errors.clear()
+        if upward and answer is not None and answer.redirect is not None and answer.redirect.uri:
+            answer = None  # moqt 20 #13: an upstream is a server, and takes no URI.
         if answer is not None and not (waited and answer.code == RequestCode.DOES_NOT_EXIST):
             return answer
         if waited:

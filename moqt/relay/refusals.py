@@ -41,6 +41,8 @@ def _answer(error: MoqtError) -> RequestRefused:
     code = meaning(RequestCode, error.code)
     if code in _PASSED_ON:
         return RequestRefused(code, error.reason)
+    if code is RequestCode.REDIRECT and error.redirect is not None:  # moqt 15 #20: forwarded.
+        return RequestRefused(code, error.reason, error.redirect)
     if code is RequestCode.GOING_AWAY:
         return RequestRefused(RequestCode.DOES_NOT_EXIST, "the publisher of the Track is leaving")
     return RequestRefused(RequestCode.INTERNAL_ERROR, "the publisher refused what we asked")

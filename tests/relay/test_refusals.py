@@ -13,16 +13,20 @@ from moqt import (
     Location,
     RequestCode,
     RequestRejected,
+    Session,
     StreamReset,
     Track,
     Tracks,
 )
 from moqt.errors import DeadlineExceeded, MoqtError, RequestRefused
 from moqt.publishing import Publishing
+from moqt.quic.memory import pair
+from moqt.relay import Relay
+from moqt.relay.feed import Feed
 from moqt.relay.refusals import refusal
 from moqt.requests import RequestStream
 from moqt.track import Wanted
-from moqt.wire import Fetch
+from moqt.wire import Fetch, Redirect
 from tests.moqt.scene import EVERYTHING, NAMESPACE, check_exactly_once, collect, filled, make_track, objects
 from tests.relay.network import join, network
 
@@ -71,6 +75,43 @@ async def test_what_a_publisher_says_of_the_track_is_passed_on(
         with pytest.raises(RequestRejected) as caught:
             await join(net.sessions[0], FullTrackName(NAMESPACE, b"k"))
         assert caught.value.code == answer
+
+
+@pytest.mark.parametrize("uri", ["", "moqt://elsewhere:4433/"])
+async def test_redirect_is_passed_on(uri: str) -> None:
+    """moqt 15 #20, 17.2: to a subscriber; an upstream, which is a server, gets no URI (moqt 20 #13)."""
+    target = Redirect(uri, FullTrackName((b"other",), b"k"))
+
+    class Elsewhere(Tracks):
+        async def find(
+            self, name: FullTrackName, asker: object, *, rendezvous: float = 0.0, wanted: Wanted | None = None
+        ) -> Track:
+            raise RequestRefused(RequestCode.REDIRECT, "there", target)
+
+    elsewhere = Elsewhere()
+    elsewhere.announce((b"mine",))
+    name = FullTrackName((b"mine",), b"k")
+    async with network(relays=1) as net:
+        link = pair()
+        client = Session(link.client, tracks=net.relays[0].upward, announce=True)
+        upstream = Session(link.server, tracks=elsewhere, announce=False)
+        await asyncio.gather(client.start(), upstream.start())
+        try:
+            async with net.relays[0].upstream(client):
+                with pytest.raises(RequestRejected) as caught:
+                    await net.sessions[0].subscribe(name)
+                assert caught.value.redirect == target
+        finally:
+            await asyncio.gather(client.close(), upstream.close())
+
+
+async def test_an_upstream_is_not_redirected_to_a_uri() -> None:
+    relay = Relay()
+    feed = Feed(relay, FullTrackName((b"n",), b"t"))
+    to = Redirect("moqt://elsewhere", FullTrackName((b"n",), b"t"))
+    for upward, code in ((True, RequestCode.DOES_NOT_EXIST), (False, RequestCode.REDIRECT)):
+        feed._errors = {object(): RequestRejected(RequestCode.REDIRECT, "there", redirect=to)}  # type: ignore[dict-item]  # Any key will do.
+        assert feed._refusal(waited=False, upward=upward).code == code
 
 
 def test_the_answer_after_several_failures() -> None:
