@@ -28,10 +28,10 @@ from moqt.wire import (
     ObjectStatus,
     Parameters,
     PublishDone,
+    PublishStateNotify,
     RequestUpdate,
     SubgroupEncoder,
     SubgroupHeader,
-    Subscribe,
 )
 
 if TYPE_CHECKING:
@@ -61,16 +61,15 @@ class _Subgroup:
 
 
 class Delivery(TrackWatcher):
-    """One subscription of the peer to a Track of ours, from SUBSCRIBE to PUBLISH_DONE.
+    """One subscription of the peer to a Track of ours, from SUBSCRIBE or PUBLISH to PUBLISH_DONE.
 
     `over` is set when nothing more is sent. Each Subgroup has one stream; `stream_count` is how many streams,
     fills included, the peer has got to see and that have ended.
     """
 
     def __init__(
-        self, session: Session, stream: RequestStream, message: Subscribe, track: Track, alias: int
+        self, session: Session, stream: RequestStream, parameters: Parameters, track: Track, alias: int
     ) -> None:
-        parameters = message.parameters
         self.session = session
         self.request = stream
         self.track = track
@@ -138,6 +137,12 @@ class Delivery(TrackWatcher):
             self._reset((group, subgroup), code)
         if code is None:
             self._refused.discard((group, subgroup))
+
+    def on_largest(self) -> None:
+        """Say so."""
+        if self._ending is None and not self.request.over:
+            notify = PublishStateNotify(Parameters(largest=self.track.largest))
+            self.session.spawn(self.request.send(notify), "PUBLISH_STATE_NOTIFY")
 
     def on_removed(self, code: DoneCode) -> None:
         """End the subscription with PUBLISH_DONE `code`, once its streams are closed."""
@@ -242,6 +247,11 @@ class Delivery(TrackWatcher):
 
     # What the peer asks.
 
+    @property
+    def paused(self) -> bool:  # type: ignore[override]  # It is not set but follows from the updates.
+        """Whether the peer has asked for no Objects now (moqt 9)."""
+        return not self._forward
+
     def _select(self, location_filter: LocationFilter) -> None:
         self._filter = location_filter
         self._start = location_filter.start(self.track.largest)
@@ -307,6 +317,9 @@ class Delivery(TrackWatcher):
             if parameters.forward and not self._forward:
                 self._refused.clear()  # moqt 12.6: resuming may open stopped Subgroups again.
             self._forward = parameters.forward
+            self.track.steer()
+        if parameters.new_group_request is not None:
+            self.track.request_group(parameters.new_group_request)
         if parameters.subscriber_priority is not None:
             self._priority = parameters.subscriber_priority
             for outgoing in self._sending - self._fills:

@@ -41,6 +41,7 @@ __all__ = [
     "NamespaceEvent",
     "NamespaceWatch",
     "announce",
+    "claim",
     "serve_namespaces",
     "take_namespace",
 ]
@@ -309,7 +310,7 @@ class _NamespaceFeed:
         self._speaking = asyncio.Lock()
 
     async def serve(self) -> None:
-        self._claim(self._prefix)
+        claim(self._session, self._session.publishing.prefixes, self._prefix)
         over = asyncio.Event()
         changed = _watched(self._session)
         teller = None
@@ -336,7 +337,7 @@ class _NamespaceFeed:
         async with self._speaking:
             wanted = message.parameters.prefix
             if wanted is not None and wanted != self._prefix:
-                self._claim(wanted, instead_of=self._prefix)
+                claim(self._session, self._session.publishing.prefixes, wanted, instead_of=self._prefix)
                 self._session.tracks.wanted(self._session, wanted, True)
                 self._session.tracks.wanted(self._session, self._prefix, False)
                 self._prefix = wanted
@@ -369,18 +370,25 @@ class _NamespaceFeed:
         if not self._stream.finished:  # A refused update ends it.
             await self._stream.send(message)
 
-    def _claim(self, prefix: TrackNamespace, *, instead_of: TrackNamespace | None = None) -> None:
-        """Note a prefix of this session. Raises RequestRefused when it overlaps with another one, or is one
-        too many.
-        """
-        taken = list(self._session.publishing.prefixes)
-        if instead_of is not None:
-            taken.remove(instead_of)
-        limit = self._session.limits.max_prefixes
-        if len(taken) >= limit:
-            raise RequestRefused(RequestCode.EXCESSIVE_LOAD, f"{limit} prefixes are watched already")
-        if any(is_prefix(prefix, known) or is_prefix(known, prefix) for known in taken):
-            raise RequestRefused(
-                RequestCode.PREFIX_OVERLAP, "the prefix overlaps with another one of this session"
-            )
-        self._session.publishing.prefixes = [*taken, prefix]
+
+def claim(
+    session: Session,
+    taken: list[TrackNamespace],
+    prefix: TrackNamespace,
+    *,
+    instead_of: TrackNamespace | None = None,
+) -> None:
+    """Note a prefix of a session among those `taken`. Raises RequestRefused when it overlaps with another
+    one, or is one too many (moqt 11).
+    """
+    others = list(taken)
+    if instead_of is not None:
+        others.remove(instead_of)
+    limit = session.limits.max_prefixes
+    if len(others) >= limit:
+        raise RequestRefused(RequestCode.EXCESSIVE_LOAD, f"{limit} prefixes are watched already")
+    if any(is_prefix(prefix, known) or is_prefix(known, prefix) for known in others):
+        raise RequestRefused(
+            RequestCode.PREFIX_OVERLAP, "the prefix overlaps with another one of this session"
+        )
+    taken[:] = [*others, prefix]

@@ -56,6 +56,8 @@ class Publishing:
         self.session = session
         self.prefixes: list[TrackNamespace] = []
         """Those of the SUBSCRIBE_NAMESPACEs that are served."""
+        self.track_prefixes: list[TrackNamespace] = []
+        """The same of the SUBSCRIBE_TRACKS."""
         self._next_alias = 0
         self._fetches = 0
         self._fetching: set[asyncio.Task[None]] = set()
@@ -95,8 +97,7 @@ class Publishing:
             )
         track = await self._find(stream, message.track, parameters, wanted)
         authority.check()
-        delivery = Delivery(self.session, stream, message, track, self._next_alias)
-        self._next_alias += 1
+        delivery = Delivery(self.session, stream, parameters, track, self.new_alias())
         # moqt 7.3: one snapshot of the Largest Object for the reply, the end of the fill and the start of the
         # subscription; nothing is published between these lines, since none of them waits.
         reply = SubscribeOk(
@@ -107,19 +108,34 @@ class Publishing:
         track.watch(delivery)
         if parameters.fill is not None:
             delivery.fill(message.request_id, parameters.fill)
+        if parameters.new_group_request is not None:
+            track.request_group(parameters.new_group_request)
+
+        authority.when_lost(delivery.revoke)
+        try:
+            await stream.send(reply)
+            await self.serve_delivery(stream, delivery, authority)
+        finally:
+            delivery.cancel()
+
+    def new_alias(self) -> int:
+        """A Track Alias that was not used yet."""
+        self._next_alias += 1
+        return self._next_alias - 1
+
+    async def serve_delivery(self, stream: RequestStream, delivery: Delivery, authority: Authority) -> None:
+        """Answer the updates of a subscription until it is over."""
 
         async def update(message: RequestUpdate) -> None:
             delivery.update(message)
-            answer = RequestOk(Parameters(expires=authority.expires, largest=track.largest))
+            answer = RequestOk(Parameters(expires=authority.expires, largest=delivery.track.largest))
             if not stream.over:
                 await stream.send(answer)
 
         task: asyncio.Task[None] | None = asyncio.current_task()
         assert task is not None
-        authority.when_lost(delivery.revoke)
         self._subscriptions[delivery] = task
         try:
-            await stream.send(reply)
             await self.follow(
                 stream,
                 authority,

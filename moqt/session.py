@@ -32,6 +32,7 @@ from moqt.filters import FilterType, GroupOrder, LocationFilter, RangeFilter
 from moqt.limits import Limits, Pace
 from moqt.names import FullTrackName, TrackNamespace, check_namespace, printable
 from moqt.namespaces import Announcement, NamespaceWatch, announce, take_namespace
+from moqt.offers import TracksWatch, serve_tracks, take_offer
 from moqt.partial import Partial
 from moqt.publishing import Publishing, request_error
 from moqt.quic.api import Connection, ConnectionClosed, Stream
@@ -66,7 +67,6 @@ from moqt.wire import (
     decode_datagram,
     encode,
     stream_kind,
-    unknown_mandatory_properties,
 )
 
 __all__ = ["IMPLEMENTATION", "Session"]
@@ -306,7 +306,7 @@ class Session:
         except ProtocolError as error:
             self.abort(error.code, error.reason)
             raise
-        self._follow(subscription)
+        self.follow(subscription)
         return subscription
 
     async def fetch(
@@ -346,7 +346,7 @@ class Session:
         except ProtocolError as error:
             self.abort(error.code, error.reason)
             raise
-        self._follow(fetch)
+        self.follow(fetch)
         return fetch
 
     async def subscribe_namespace(
@@ -360,7 +360,7 @@ class Session:
             lambda stream: NamespaceWatch(self, stream, prefix),
             deadline,
         )
-        self._follow(watch)
+        self.follow(watch)
         return watch
 
     async def publish_namespace(
@@ -376,8 +376,33 @@ class Session:
             lambda stream: Announcement(self, stream, namespace),
             deadline,
         )
-        self._follow(announcement)
+        self.follow(announcement)
         return announcement
+
+    async def subscribe_tracks(
+        self,
+        prefix: TrackNamespace,
+        *,
+        forward: bool = True,
+        range_filters: tuple[RangeFilter, ...] = (),
+        deadline: float | None = None,
+    ) -> TracksWatch:
+        """Have the peer publish all its Tracks under `prefix`, now and later; they come to `Tracks.published`
+        of our `tracks`. Raises as `subscribe` does.
+        """
+        check_namespace(prefix)
+        self.subscribing.check_ranges(range_filters)
+        parameters = Parameters(
+            tokens=self.tokens, forward=None if forward else False, range_filters=range_filters
+        )
+        watch, _ = await ask(
+            self,
+            lambda number: SubscribeTracks(number, prefix, parameters),
+            lambda stream: TracksWatch(self, stream, prefix),
+            deadline,
+        )
+        self.follow(watch)
+        return watch
 
     async def track_status(self, track: FullTrackName, *, deadline: float | None = None) -> TrackStatusResult:
         """Ask for the Largest Object and the properties of `track`. Raises as `subscribe` does."""
@@ -448,10 +473,12 @@ class Session:
         if self.error is not None:
             raise self.error
 
-    def _follow(self, made: OwnRequest) -> None:
+    def follow(self, made: OwnRequest) -> asyncio.Task[None]:
+        """Read what the peer says of a request to its end, also when the connection has ended."""
         task = self.spawn(self._follow_to_end(made), type(made).__name__, reads=True)
         self._followers.add(task)
         task.add_done_callback(self._followers.discard)
+        return task
 
     async def _follow_to_end(self, made: OwnRequest) -> None:
         try:
@@ -635,13 +662,9 @@ class Session:
             case PublishNamespace():
                 await take_namespace(self, channel, request, authority)
             case Publish():
-                if unknown_mandatory_properties(request.properties):  # moqt 13.1
-                    raise RequestRefused(
-                        RequestCode.UNSUPPORTED_EXTENSION, "the Track has an unknown mandatory property"
-                    )
-                raise RequestRefused(RequestCode.UNINTERESTED, "this endpoint subscribes to what it wants")
+                await take_offer(self, channel, request, authority)
             case SubscribeTracks():
-                raise RequestRefused(RequestCode.NOT_SUPPORTED, "SUBSCRIBE_TRACKS is not served here")
+                await serve_tracks(self, channel, request, authority)
 
     async def _leave_after(self, seconds: float) -> None:
         await asyncio.sleep(seconds)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -138,6 +138,8 @@ class Subscription(Reception):
         self.largest: Location | None = None
         self.expects_fill = False
         self.done: PublishDone | None = None
+        self.on_largest: Callable[[], None] = lambda: None
+        """Called when the publisher has told `largest` anew, unasked."""
         self._filter = location_filter
         self._range = _NOTHING
         self._pending: dict[int, tuple[Location, Location]] = {}
@@ -164,13 +166,22 @@ class Subscription(Reception):
         self._take_properties(message.properties)
         self.alias = message.track_alias
         self.largest = message.parameters.largest
-        self._range = _selected(self._filter, self.largest)
         try:
-            self.session.subscribing.register(self)
+            self.open()
         except UsageError as error:
             self._broken(error)
             raise
         self.expects_fill = self._expect(request_id, fill)
+
+    @property
+    def forward(self) -> bool:
+        """Whether Objects are sent, or the subscription is paused."""
+        return self._forward
+
+    def open(self) -> None:
+        """Take in what comes under `alias`. Raises as `Subscribing.register`."""
+        self._range = _selected(self._filter, self.largest)
+        self.session.subscribing.register(self)
 
     async def update(
         self,
@@ -180,6 +191,7 @@ class Subscription(Reception):
         filter: LocationFilter | None = None,
         range_filters: tuple[RangeFilter, ...] = (),
         fill: Fill | None = None,
+        new_group: int | None = None,
     ) -> bool:
         """Send a REQUEST_UPDATE and wait for its reply; what is None stays as it is (moqt 4.2). Returns
         whether a fill stream will come.
@@ -195,6 +207,7 @@ class Subscription(Reception):
             location_filter=filter,
             range_filters=range_filters,
             fill=fill.parameters() if fill else None,
+            new_group_request=new_group,
         )
         request_id = self.session.ids.next()
         if fill is not None:
@@ -276,6 +289,7 @@ class Subscription(Reception):
             self._settle()
         elif isinstance(message, PublishStateNotify) and message.parameters.largest is not None:
             self.largest = message.parameters.largest
+            self.on_largest()
 
     def _waited(self) -> None:
         self._time_is_up = True

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from moqt.errors import (
     DoneCode,
@@ -32,6 +33,9 @@ from moqt.wire import (
     decode_properties,
     encode_properties,
 )
+
+if TYPE_CHECKING:
+    from moqt.offers import Offer
 
 __all__ = ["Hole", "StoredObject", "Track", "TrackWatcher", "Tracks", "Wanted"]
 
@@ -73,7 +77,12 @@ class _Group:
 
 
 class TrackWatcher:
-    """What a Track tells those who follow it. Methods are called synchronously and must not raise."""
+    """What a Track tells those who follow it. Methods are called synchronously and must not raise.
+
+    While `paused`, it has no use for Objects (moqt 9, Forward State).
+    """
+
+    paused = False
 
     def on_object(self, item: StoredObject) -> None:
         """An Object, or a status Object (End of Group, End of Track), was published, or has begun to come."""
@@ -89,6 +98,9 @@ class TrackWatcher:
         """Nothing more comes in the Subgroup: its stream ended with FIN (`code` None) or was reset (moqt
         12.6).
         """
+
+    def on_largest(self) -> None:
+        """The Largest Object is another one, although none has come (moqt 4.2, PUBLISH_STATE_NOTIFY)."""
 
     def on_removed(self, code: DoneCode) -> None:
         """The Track was withdrawn; `code` is what PUBLISH_DONE shall say."""
@@ -353,6 +365,14 @@ class Track:
         if watcher in self._watchers:
             self._watchers.remove(watcher)
 
+    def steer(self) -> None:
+        """A watcher has been paused, or goes on."""
+
+    def request_group(self, group: int) -> None:
+        """A subscriber would like a new Group to begin: `group`, or, with 0, the next one (moqt 5.3,
+        NEW_GROUP_REQUEST). A publisher that has dynamic Groups overrides this.
+        """
+
     def close(self, code: DoneCode) -> None:
         """Let every subscription end with PUBLISH_DONE `code`. The Objects stay."""
         for watcher in list(self._watchers):
@@ -457,12 +477,15 @@ class Tracks:
         self._tracks: dict[FullTrackName, Track] = {}
         self._namespaces: dict[TrackNamespace, None] = {}
         self._watchers: list[Callable[[TrackNamespace, bool], None]] = []
+        self._track_watchers: list[Callable[[Track], None]] = []
 
     def add(self, track: Track) -> None:
         """Offer `track`. Raises UsageError when one of this name is offered already."""
         if track.name in self._tracks:
             raise UsageError(f"a Track of the name {track.name} is offered already")
         self._tracks[track.name] = track
+        for callback in list(self._track_watchers):
+            callback(track)
 
     def remove(self, name: FullTrackName, code: DoneCode) -> None:
         """Offer the Track no longer and end its subscriptions with PUBLISH_DONE `code`; no effect if there is
@@ -471,6 +494,10 @@ class Tracks:
         track = self._tracks.pop(name, None)
         if track is not None:
             track.close(code)
+
+    def discard(self, name: FullTrackName) -> None:
+        """Offer the Track no longer, and let its subscriptions go on; no effect if there is none."""
+        self._tracks.pop(name, None)
 
     def get(self, name: FullTrackName) -> Track | None:
         """The Track of this name, if it is offered."""
@@ -495,6 +522,31 @@ class Tracks:
 
     def offered(self, peer: object, namespace: TrackNamespace, present: bool) -> None:
         """The session `peer` has announced a namespace, or withdrawn it: for a relay."""
+
+    async def published(self, peer: object, offer: Offer) -> None:
+        """The session `peer` offers a Track by PUBLISH: `accept` it, and return when nothing more of it is
+        wanted. Raises RequestRefused (moqt 9).
+        """
+        raise RequestRefused(RequestCode.UNINTERESTED, "this endpoint subscribes to what it wants")
+
+    def offers(self) -> Iterator[Track]:
+        """The Tracks that are published to those who SUBSCRIBE_TRACKS (moqt 11)."""
+        return iter(self)
+
+    def may_offer(self, peer: object, track: Track) -> bool:
+        """Whether a Track may be published to the session `peer`: not if it comes from there."""
+        return True
+
+    def watch_tracks(self, callback: Callable[[Track], None]) -> None:
+        """Call `callback` with each Track that is offered from now on."""
+        self._track_watchers.append(callback)
+
+    def unwatch_tracks(self, callback: Callable[[Track], None]) -> None:
+        """Undo `watch_tracks`."""
+        self._track_watchers.remove(callback)
+
+    def wanted_tracks(self, asker: object, prefix: TrackNamespace, present: bool) -> None:
+        """The session `asker` wants all Tracks under `prefix`, or no longer: for a relay."""
 
     def wanted(self, asker: object, prefix: TrackNamespace, present: bool) -> None:
         """The session `asker` wants to know of namespaces under `prefix`, or no longer: for a relay."""

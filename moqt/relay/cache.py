@@ -213,7 +213,8 @@ class CachedTrack(Track):
     """A Track as a relay knows it. What is `known` and not here does not exist; the rest is unknown.
 
     `filler` fetches a range, `holes` are those that are being filled; `on_idle` is called when nobody follows
-    the Track, or nothing is left of it, `on_lack` when something is no longer kept.
+    the Track, or nothing is left of it, `on_lack` when something is no longer kept, `on_steer` when those who
+    follow it may all be paused, or not any more, `on_group_request` when one of them wants a new Group.
     """
 
     authoritative = False
@@ -229,6 +230,8 @@ class CachedTrack(Track):
         self.known = LocationSet()
         self.on_idle: Callable[[], None] = lambda: None
         self.on_lack: Callable[[], None] = lambda: None
+        self.on_steer: Callable[[], None] = lambda: None
+        self.on_group_request: Callable[[int], None] = lambda _: None
         self.live_start = Location(0, 0)
         """From here on somebody was promised all that is published."""
         self.finished = False
@@ -261,10 +264,12 @@ class CachedTrack(Track):
         order = get(properties, PropertyType.DEFAULT_PUBLISHER_GROUP_ORDER)
         self.order = GroupOrder(order) if isinstance(order, int) else GroupOrder.ASCENDING
 
-    def saw(self, largest: Location | None) -> None:
-        """A publisher says that its Largest Object is this (moqt 5.3)."""
+    def saw(self, largest: Location | None, *, tell: bool = False) -> None:
+        """A publisher says that its Largest Object is this (moqt 5.3); with `tell` it said so unasked."""
         if largest is not None and (self.largest is None or largest > self.largest):
             self.largest = largest
+            for watcher in list(self._watchers) if tell else ():
+                watcher.on_largest()
 
     def begin(
         self,
@@ -471,13 +476,22 @@ class CachedTrack(Track):
         if not self._watchers:
             self.live_start = Location(0, 0) if self.largest is None else successor(self.largest)
         super().watch(watcher)
+        self.on_steer()
         if self.finished:
             asyncio.get_running_loop().call_soon(watcher.on_removed, DoneCode.TRACK_ENDED)
 
     def unwatch(self, watcher: TrackWatcher) -> None:
         super().unwatch(watcher)
-        if not self._watchers:
+        if self._watchers:
+            self.on_steer()
+        else:
             self.on_idle()
+
+    def steer(self) -> None:
+        self.on_steer()
+
+    def request_group(self, group: int) -> None:
+        self.on_group_request(group)
 
     def close(self, code: DoneCode) -> None:
         super().close(code)
@@ -492,6 +506,11 @@ class CachedTrack(Track):
     def watched(self) -> bool:
         """Whether anybody follows the Track."""
         return bool(self._watchers)
+
+    @property
+    def paused(self) -> bool:
+        """Whether all who follow the Track are paused."""
+        return all(watcher.paused for watcher in self._watchers)
 
     @property
     def empty(self) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Coroutine
+from typing import TYPE_CHECKING, Any
 
 from moqt.errors import (
     DoneCode,
@@ -15,17 +16,19 @@ from moqt.errors import (
     RequestRejected,
     meaning,
 )
+from moqt.fetching import successor
 from moqt.filters import GroupOrder, LocationFilter
 from moqt.names import FullTrackName, printable
+from moqt.offers import Offer
 from moqt.reception import Header, Inlet
 from moqt.relay.cache import CachedTrack
 from moqt.relay.holes import Holes
 from moqt.relay.inlets import FetchInlet, SubgroupInlet
 from moqt.relay.refusals import refusal
 from moqt.session import Session
-from moqt.subscribing import Fill, StreamEnd
+from moqt.subscribing import Fill, StreamEnd, Subscription
 from moqt.track import Wanted
-from moqt.wire import SubgroupHeader
+from moqt.wire import PropertyType, SubgroupHeader, get
 
 if TYPE_CHECKING:
     from moqt.relay.relay import Relay
@@ -47,9 +50,18 @@ class Feed:
         self.track = CachedTrack(name, relay.cache, self._holes.fill, self._holes.open)
         self.track.on_idle = self.settle
         self.track.on_lack = lambda: relay.reconsider(name.namespace)
+        self.track.on_steer = self._steer
+        self.track.on_group_request = self._request_group
         self._relay = relay
         self._sources: dict[Session, asyncio.Task[None]] = {}
-        self._established: set[Session] = set()
+        self._established: dict[Session, Subscription] = {}
+        self._published: set[Session] = set()
+        """Those of the publishers who have offered the Track themselves (PUBLISH)."""
+        self._forward = True
+        """Whether the publishers are asked to send Objects."""
+        self._steering: asyncio.Task[None] | None = None
+        self._group_request = -1
+        """The new Group that the publishers were asked for, if it has not begun."""
         self._errors: dict[Session, MoqtError] = {}
         """Why publishers did not accept a subscription, since the last answer."""
         self._askers = 0
@@ -69,6 +81,11 @@ class Feed:
     def fetching(self) -> int:
         """How many holes are being fetched."""
         return len(self._holes.open)
+
+    @property
+    def offering(self) -> Collection[Session]:
+        """Those who have offered the Track by PUBLISH."""
+        return self._published
 
     async def establish(
         self, asker: object, rendezvous: float, wanted: Wanted | None, *, upward: bool
@@ -94,7 +111,7 @@ class Feed:
         while True:
             if self.track.fault:
                 raise RequestRefused(RequestCode.INTERNAL_ERROR, "the Track is malformed")
-            if self._established - {asker} or self._has_all(wanted):
+            if self._established.keys() - {asker} or self._has_all(wanted):
                 return
             now = loop.time()
             pending = answering = False
@@ -188,8 +205,12 @@ class Feed:
         if self.track.watched or self._askers or self._holes.open:
             self.settle()
             return
-        for task in self._sources.values():
-            task.cancel()
+        for session, task in self._sources.items():
+            if session not in self._published:
+                task.cancel()
+        if self._published:  # They can't be asked again: they are paused.
+            self._steer()
+            return
         self._errors.clear()
         self.track.give_up()
         if self.track.empty or self.track.fault:
@@ -200,8 +221,7 @@ class Feed:
     def cancel(self) -> list[asyncio.Task[None]]:
         """End everything; the tasks that are to be awaited."""
         tasks = [*self._sources.values()]
-        if self._recovery is not None:
-            tasks.append(self._recovery)
+        tasks += [task for task in (self._recovery, self._steering) if task is not None]
         for task in tasks:
             task.cancel()
         for timer in (self._linger, self._grace):
@@ -221,17 +241,20 @@ class Feed:
                 fill = Fill(filter=wanted.filter, order=wanted.order)
             else:
                 self._holes.race(self.track, wanted)
-        task = asyncio.create_task(
-            self._subscribe(session, fill), name=f"{session.connection.id} {self.name}"
-        )
+        self._start_source(session, self._subscribe(session, fill))
+
+    def _start_source(self, session: Session, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=f"{session.connection.id} {self.name}")
         self._sources[session] = task
 
-        def ended(_: asyncio.Task[None]) -> None:
-            del self._sources[session]
-            self._established.discard(session)
+        def ended(task: asyncio.Task[None]) -> None:
+            if self._sources.get(session) is task:
+                del self._sources[session]
+                self._established.pop(session, None)
             self._changed.set()
 
         task.add_done_callback(ended)
+        return task
 
     async def _subscribe(self, session: Session, fill: Fill | None) -> None:
         """Follow one publisher until it has no more, or is lost."""
@@ -244,8 +267,6 @@ class Feed:
             assert filling is not None  # The stream waits for the reply.
             return filling
 
-        lost = False
-        status: int | None = None
         try:
             with self._relay.asking(session):
                 # moqt 15 #12: all that is new, for everybody; each subscriber's filter is applied here.
@@ -257,20 +278,11 @@ class Feed:
                     deadline=self._relay.answer,
                 )
             async with subscription:
-                track.describe(subscription.properties)
-                track.saw(subscription.largest)
                 if fill is not None and subscription.expects_fill:
                     span = fill.range(subscription.largest)
                     assert span is not None
                     filling = self._holes.expect(track, *span, fill.order)
-                self._established.add(session)
-                self._relay.subscribed += 1
-                self._on_established()
-                lost = True
-                async for item in subscription:
-                    if filling is not None and isinstance(item, StreamEnd) and item.fill:
-                        filling.cut()
-                status = None if subscription.done is None else subscription.done.status
+                await self._receive(session, subscription, filling)
         except MalformedTrack as error:
             self._spoil(str(error))
             return
@@ -279,13 +291,77 @@ class Feed:
             if isinstance(error, RequestRejected) and error.code == RequestCode.DOES_NOT_EXIST:
                 self._relay.note_presence(self.name, False)
             logger.info("%s: %s: %s", session.connection.id, self.name, printable(str(error)))
+
+    async def take(self, session: Session, offer: Offer) -> None:
+        """A publisher offers the Track by PUBLISH (moqt 15 #10). Raises RequestRefused."""
+        if self.track.fault:
+            raise RequestRefused(RequestCode.MALFORMED_TRACK, "the Track is malformed")
+        if session in self._established:
+            raise RequestRefused(RequestCode.UNINTERESTED, "the Track is subscribed to already")
+        track = self.track
+
+        def sink(header: Header) -> Inlet:
+            assert isinstance(header, SubgroupHeader)
+            return SubgroupInlet(track, header)
+
+        track.describe(offer.properties)
+        track.saw(offer.largest)
+        await offer.accept(sink=sink)
+        # A task of its own: the request's is cancelled when the session ends, before all is read.
+        waiting = self._sources.get(session)
+        task = self._start_source(session, self._follow_offer(session, offer))
+        if waiting is not None:  # The SUBSCRIBE that waits for a reply is completed by this.
+            waiting.cancel()
+        self._published.add(session)
+        self._relay.offer(self)
+        self.settle()
+        await asyncio.wait((task,))
+
+    async def _follow_offer(self, session: Session, offer: Offer) -> None:
+        try:
+            await self._receive(session, offer, None)
+        except MalformedTrack as error:
+            self._spoil(str(error))
+        except MoqtError as error:
+            logger.info("%s: %s: %s", session.connection.id, self.name, printable(str(error)))
         finally:
+            self._published.discard(session)
+            if not self._published:
+                self._relay.withdraw_offer(self)
+            self.settle()
+
+    async def _receive(
+        self, session: Session, subscription: Subscription, filling: FetchInlet | None
+    ) -> None:
+        """Follow a publisher until it has no more, or is lost."""
+        track = self.track
+        track.describe(subscription.properties)
+        track.saw(subscription.largest)
+        subscription.on_largest = lambda: track.saw(subscription.largest, tell=True)
+        self._established[session] = subscription
+        self._relay.subscribed += 1
+        self._on_established()
+        try:
+            async for item in subscription:
+                if filling is not None and isinstance(item, StreamEnd) and item.fill:
+                    filling.cut()
+        except (MalformedTrack, asyncio.CancelledError):
+            raise
+        except MoqtError:
+            self._ended(session, None)
+            raise
+        else:
+            self._ended(session, None if subscription.done is None else subscription.done.status)
+        finally:
+            self._established.pop(session, None)
             if filling is not None:
                 filling.cut()
-        self._established.discard(session)
+
+    def _ended(self, session: Session, status: int | None) -> None:
+        self._established.pop(session, None)
         if status == DoneCode.MALFORMED_TRACK:  # Nobody knows which of what is here was right.
             self._spoil("a publisher has ended it as malformed")
-        elif lost:
+        else:
             self._on_end(session, status)
 
     def _on_established(self) -> None:
@@ -322,6 +398,56 @@ class Feed:
             track.give_up()
             track.close(meaning(DoneCode, status))
             self._relay.reconsider(self.name.namespace)
+
+    # What subscribers ask of publishers.
+
+    def _steer(self) -> None:
+        """Pause the publishers when all subscribers are paused, or let them go on (moqt 15 #11)."""
+        if self._steering is None and self._relay.closed is False:
+            self._steering = asyncio.create_task(self._pause_or_resume(), name=f"pause of {self.name}")
+
+    async def _pause_or_resume(self) -> None:
+        track = self.track
+        try:
+            while True:
+                # Without subscribers the subscription is kept warm, if it is ours to end.
+                forward = not track.paused or not (track.watched or self._published)
+                late = [one for one in self._established.values() if one.forward != forward]
+                if not late:
+                    return
+                if forward and track.largest is not None:
+                    # What comes from now on was promised; what was published meanwhile was not.
+                    track.live_start = max(track.live_start, successor(track.largest))
+                for subscription in late:
+                    try:
+                        await subscription.update(forward=forward)
+                    except MoqtError as error:
+                        logger.info("%s: %s", self.name, printable(str(error)))
+                        await subscription.close()
+                    track.saw(subscription.largest)
+                if forward:
+                    self._recover()
+        finally:
+            self._steering = None
+
+    def _request_group(self, group: int) -> None:
+        """Pass a NEW_GROUP_REQUEST on, unless it is of no use, or was made already (moqt 5.3)."""
+        track = self.track
+        newest = -1 if track.largest is None else track.largest.group
+        if get(track.properties, PropertyType.DYNAMIC_GROUPS) != 1 or 0 < group <= newest:
+            return
+        wanted = group or newest + 1
+        if wanted <= self._group_request and newest < self._group_request:
+            return
+        self._group_request = wanted
+        for subscription in self._established.values():
+            self._relay.spawn(self._pass_on(subscription, group), f"new Group of {self.name}")
+
+    async def _pass_on(self, subscription: Subscription, group: int) -> None:
+        try:
+            await subscription.update(new_group=group)
+        except MoqtError as error:
+            logger.info("%s: %s", self.name, printable(str(error)))
 
     def _give_up(self) -> None:
         self._grace = None

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from typing import Any
 from weakref import WeakSet
 
 from moqt.errors import MoqtError, RequestCode, RequestRejected
 from moqt.names import FullTrackName, TrackNamespace, format_namespace, is_prefix
+from moqt.offers import Offer
 from moqt.relay.cache import Cache, CachedTrack
 from moqt.relay.feed import Feed
 from moqt.session import Session
@@ -62,9 +64,47 @@ class _Face(Tracks):
         assert isinstance(peer, Session)
         self._relay.offered(peer, namespace, present, upward=self._upward)
 
+    async def published(self, peer: object, offer: Offer) -> None:
+        assert isinstance(peer, Session)
+        await self._relay.published(peer, offer)
+
+    def may_offer(self, peer: object, track: Track) -> bool:
+        return self._relay.may_offer(peer, track.name, upward=self._upward)
+
     def wanted(self, asker: object, prefix: TrackNamespace, present: bool) -> None:
         if not self._upward:
             self._relay.wanted(prefix, present)
+
+    def wanted_tracks(self, asker: object, prefix: TrackNamespace, present: bool) -> None:
+        if not self._upward:
+            self._relay.wanted_tracks(prefix, present)
+
+
+class _Wishes:
+    """Prefixes that sessions below want to know of, and who is to be told when they change."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[TrackNamespace] = Counter()
+        self.watchers: set[asyncio.Event] = set()
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def note(self, prefix: TrackNamespace, present: bool) -> None:
+        """One more session wants to know of `prefix`, or one less."""
+        self._counts[prefix] += 1 if present else -1
+        if not self._counts[prefix]:
+            del self._counts[prefix]
+        for event in self.watchers:
+            event.set()
+
+    def needed(self) -> set[TrackNamespace]:
+        """Those to be asked for upstream: the ones that no other one covers (moqt 11, overlap)."""
+        return {
+            prefix
+            for prefix in self._counts
+            if not any(prefix[:length] in self._counts for length in range(len(prefix)))
+        }
 
 
 class Relay:
@@ -116,9 +156,9 @@ class Relay:
         self._routes: dict[TrackNamespace, dict[Session, None]] = {}
         self._known: dict[TrackNamespace, Counter[object]] = {}
         """Who has told of each namespace that is offered to those who ask."""
-        self._upstreams: dict[Session, asyncio.Task[None]] = {}
-        self._prefixes: Counter[TrackNamespace] = Counter()
-        self._prefixes_changed: set[asyncio.Event] = set()
+        self._upstreams: dict[Session, list[asyncio.Task[None]]] = {}
+        self._prefixes = _Wishes()
+        self._track_prefixes = _Wishes()
         self._fetching: dict[Session, asyncio.Semaphore] = {}
         self._arrivals: set[asyncio.Event] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -126,7 +166,7 @@ class Relay:
     async def close(self) -> None:
         """End all that runs here; the sessions are not the relay's."""
         self.closed = True
-        tasks: list[asyncio.Task[None]] = [*self._tasks, *self._upstreams.values()]
+        tasks: list[asyncio.Task[None]] = [*self._tasks, *itertools.chain(*self._upstreams.values())]
         for feed in self.feeds.values():
             tasks += feed.cancel()
         for task in tasks:
@@ -152,19 +192,26 @@ class Relay:
     @asynccontextmanager
     async def upstream(self, session: Session) -> AsyncIterator[None]:
         """Use `session`, which offers `upward`, as an upstream while the block runs."""
-        self._upstreams[session] = asyncio.create_task(
-            self._follow_prefixes(session), name=f"{session.connection.id} discovery"
-        )
+        self._upstreams[session] = [
+            asyncio.create_task(
+                self._follow(wishes, session, watch), name=f"{session.connection.id} discovery"
+            )
+            for wishes, watch in (
+                (self._prefixes, self._watch_prefix),
+                (self._track_prefixes, self._watch_tracks),
+            )
+        ]
         self.reconnecting = False
         self._arrived(session, None)
         try:
             yield
         finally:
-            task = self._upstreams.pop(session)
+            tasks = self._upstreams.pop(session)
             self.reconnecting = not self._upstreams
             self._away_since = asyncio.get_running_loop().time()
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def is_upstream(self, session: Session) -> bool:
         """Whether it is one of ours."""
@@ -182,11 +229,39 @@ class Relay:
         upward: bool,
     ) -> CachedTrack:
         """The Track that the session `asker` wants. Raises RequestRefused."""
+        return await self._feed(name).establish(asker, rendezvous, wanted, upward=upward)
+
+    def _feed(self, name: FullTrackName) -> Feed:
         feed = self.feeds.get(name)
         if feed is None:
             feed = self.feeds[name] = Feed(self, name)
             self._shelves.setdefault(name.namespace, {})[name] = feed
-        return await feed.establish(asker, rendezvous, wanted, upward=upward)
+        return feed
+
+    # Tracks that publishers offer by themselves.
+
+    async def published(self, peer: Session, offer: Offer) -> None:
+        """A publisher has sent PUBLISH (moqt 15 #10). Raises RequestRefused."""
+        await self._feed(offer.track).take(peer, offer)
+
+    def offer(self, feed: Feed) -> None:
+        """Publish a Track to those who SUBSCRIBE_TRACKS."""
+        for face in (self.tracks, self.upward):
+            if face.get(feed.name) is None:
+                face.add(feed.track)
+
+    def withdraw_offer(self, feed: Feed) -> None:
+        """No publisher offers the Track any more; what was published of it goes on."""
+        for face in (self.tracks, self.upward):
+            face.discard(feed.name)
+
+    def may_offer(self, peer: object, name: FullTrackName, *, upward: bool) -> bool:
+        """Whether a Track may be published to a session: not where it comes from, and to no upstream what
+        comes from another one.
+        """
+        feed = self.feeds.get(name)
+        origins = set(feed.offering) if feed is not None else set()
+        return bool(origins - {peer} - (self._upstreams.keys() if upward else set()))
 
     def candidates(self, name: FullTrackName, asker: object, *, upward: bool) -> list[list[Session]]:
         """Who may have a Track: those who announced its namespace, the longest prefix first, and then the
@@ -342,43 +417,56 @@ class Relay:
         for namespace in list(self._shelves) if present else ():
             if is_prefix(prefix, namespace):
                 self.reconsider(namespace)
-        self._prefixes[prefix] += 1 if present else -1
-        if not self._prefixes[prefix]:
-            del self._prefixes[prefix]
-        for event in self._prefixes_changed:
-            event.set()
+        self._prefixes.note(prefix, present)
 
-    def _needed(self) -> set[TrackNamespace]:
-        """The prefixes to be asked for upstream: those that no other one covers (moqt 11, overlap)."""
-        return {
-            prefix
-            for prefix in self._prefixes
-            if not any(prefix[:length] in self._prefixes for length in range(len(prefix)))
-        }
+    def wanted_tracks(self, prefix: TrackNamespace, present: bool) -> None:
+        """Somebody below wants all Tracks under `prefix`, or no longer."""
+        self._track_prefixes.note(prefix, present)
 
-    async def _follow_prefixes(self, session: Session) -> None:
-        """Ask an upstream for the namespaces that somebody below wants to know of."""
+    async def _follow(
+        self,
+        wishes: _Wishes,
+        session: Session,
+        watch: Callable[[Session, TrackNamespace], Coroutine[Any, Any, None]],
+    ) -> None:
+        """Ask an upstream for the prefixes that somebody below wants to know of."""
         changed = asyncio.Event()
-        self._prefixes_changed.add(changed)
+        wishes.watchers.add(changed)
         watches: dict[TrackNamespace, asyncio.Task[None]] = {}
         try:
             while True:
-                needed = self._needed()
+                needed = wishes.needed()
                 gone = [watches.pop(prefix) for prefix in list(watches) if prefix not in needed]
                 for task in gone:
                     task.cancel()
                 await asyncio.gather(*gone, return_exceptions=True)
                 for prefix in needed - watches.keys():
                     watches[prefix] = asyncio.create_task(
-                        self._watch_prefix(session, prefix), name=f"{session.connection.id} namespaces"
+                        watch(session, prefix), name=f"{session.connection.id} namespaces"
                     )
                 await changed.wait()
                 changed.clear()
         finally:
-            self._prefixes_changed.discard(changed)
+            wishes.watchers.discard(changed)
             for task in watches.values():
                 task.cancel()
             await asyncio.gather(*watches.values(), return_exceptions=True)
+
+    async def _watch_tracks(self, session: Session, prefix: TrackNamespace) -> None:
+        """Have an upstream publish its Tracks to us; they come to `published`."""
+        while not session.closed:
+            try:
+                watch = await session.subscribe_tracks(prefix)
+                try:
+                    error = await watch.wait_ended()
+                finally:
+                    await watch.close()
+                logger.info("%s: no more Tracks: %s", session.connection.id, error)
+            except MoqtError as error:
+                if not isinstance(error, RequestRejected) or error.code != RequestCode.PREFIX_OVERLAP:
+                    logger.info("%s: no Tracks: %s", session.connection.id, error)
+                    return
+            await asyncio.sleep(OVERLAP_PAUSE)
 
     async def _watch_prefix(self, session: Session, prefix: TrackNamespace) -> None:
         teller = object()

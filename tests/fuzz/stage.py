@@ -233,7 +233,7 @@ class Stage:
                 else ()
             ),
             "watchers of namespaces": lambda: len(relay.tracks._watchers),
-            "prefixes": lambda: dict(relay._prefixes),
+            "prefixes": lambda: len(relay._prefixes) + len(relay._track_prefixes),
             "followed tracks": lambda: [
                 str(feed.name)
                 for feed in relay.feeds.values()

@@ -148,7 +148,7 @@ async def test_prefixes_are_not_compared_with_each_other() -> None:
     for number in range(2000):
         relay.wanted((b"x", b"%d" % number), True)
         relay.wanted((b"x", b"%d" % number, b"below"), True)
-    assert relay._needed() == {(b"x", b"%d" % number) for number in range(2000)}
-    assert calls_of(relay._needed) < 40_000
+    assert relay._prefixes.needed() == {(b"x", b"%d" % number) for number in range(2000)}
+    assert calls_of(relay._prefixes.needed) < 40_000
     relay.wanted((), True)
-    assert relay._needed() == {()}
+    assert relay._prefixes.needed() == {()}
