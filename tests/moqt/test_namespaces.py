@@ -407,11 +407,12 @@ async def test_publish_is_answered() -> None:
 
 
 async def test_subscribe_tracks_is_answered() -> None:
-    """A non-relay may answer NOT_SUPPORTED (moqt 15 #1); X34 is accepted as a message."""
+    """X34 is accepted as a message; prefixes may not overlap (moqt 11)."""
     async with hostile() as (_, peer):
-        for parameters in (Parameters(), Parameters(subscriber_priority=1)):
-            talk = await peer.ask(SubscribeTracks(peer.id(), A, parameters))
-            await check_refused(talk, RequestCode.NOT_SUPPORTED)
+        for prefix, parameters in ((A, Parameters()), (X, Parameters(subscriber_priority=1))):
+            talk = await peer.ask(SubscribeTracks(peer.id(), prefix, parameters))
+            assert await talk.next() == RequestOk()
+        await check_refused(await peer.ask(SubscribeTracks(peer.id(), AB)), RequestCode.PREFIX_OVERLAP)
 
 
 async def test_a_peer_that_goes_on_after_it_was_refused() -> None:
