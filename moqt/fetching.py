@@ -18,7 +18,7 @@ from moqt.scheduler import BrokenSource, Outgoing, Scheduler, Source, Urgency
 from moqt.track import Hole, StoredObject, Track
 from moqt.wire import FetchEncoder, RangeStatus, decode_properties
 
-__all__ = ["LAST", "Puller", "passes", "ranges", "seconds_of", "successor"]
+__all__ = ["LAST", "Puller", "passes", "predecessor", "ranges", "seconds_of", "successor"]
 
 LAST = Location(MAX_VARINT, MAX_VARINT)
 
@@ -33,6 +33,13 @@ def successor(location: Location) -> Location:
     if location.object < MAX_VARINT:
         return Location(location.group, location.object + 1)
     return Location(location.group + 1, 0)
+
+
+def predecessor(location: Location) -> Location:
+    """The Location before."""
+    if location.object:
+        return Location(location.group, location.object - 1)
+    return Location(location.group - 1, MAX_VARINT)
 
 
 def passes(item: StoredObject, filters: tuple[RangeFilter, ...]) -> bool:
@@ -147,11 +154,12 @@ class Puller:
             item = track.following(after, self._start, self._end, self._order)
             gap = self._gap(after, item.location if item else None)
             if gap is not None:
-                kind = self._look_into(gap)
-                if kind is None:
+                seen = self._look_into(gap)
+                if seen is None:
                     self._wait()
                     yield None
                     continue
+                gap, kind = seen
                 yield None, self._mark(encoder, after, gap, kind)
                 after = gap.last
             elif item is None:
@@ -206,40 +214,51 @@ class Puller:
             if found is None:
                 continue
             first, last = found
-            if not descending or first.group == last.group:
-                if descending:  # The last one of a Group is not the first one to be delivered.
-                    found = self._track.gap(max(low, Location(first.group, 0)), last)
-                    assert found is not None
-                return _Gap(*found, *found)
-            whole = Location(last.group, min(self._end, Location(last.group, MAX_VARINT)).object)
-            bottom = first.group
-            if first != max(self._start, Location(first.group, 0)):
-                bottom += 1
-            marked = last if last != whole or bottom > last.group else Location(bottom, MAX_VARINT)
-            if marked.group == self._end.group:
-                marked = last
-            begin = max(low, Location(last.group, 0))
-            return _Gap(begin, marked, first, last)
+            if not descending:
+                return self._span(first, first, last)
+            if first.group == last.group:  # Its last gap is not the first one to be delivered.
+                found = self._track.gap(max(low, Location(first.group, 0)), last)
+                assert found is not None
+                return self._span(found[0], *found)
+            return self._span(max(low, Location(last.group, 0)), first, last)
         return None
 
-    def _look_into(self, gap: _Gap) -> RangeStatus | None:
-        """What is to be said of a gap; None: it is being fetched, wait."""
+    def _span(self, begin: Location, first: Location, last: Location) -> _Gap:
+        """A gap from `first` to `last`, of which `begin` is delivered first."""
+        if self._order is GroupOrder.ASCENDING or first.group == last.group:
+            return _Gap(begin, last, first, last)
+        whole = Location(last.group, min(self._end, Location(last.group, MAX_VARINT)).object)
+        bottom = first.group
+        if first != max(self._start, Location(first.group, 0)):
+            bottom += 1
+        marked = last if last != whole or bottom > last.group else Location(bottom, MAX_VARINT)
+        if marked.group == self._end.group:
+            marked = last
+        return _Gap(begin, marked, first, last)
+
+    def _look_into(self, gap: _Gap) -> tuple[_Gap, RangeStatus] | None:
+        """What is to be said of a gap, or of the part of it that was looked for; None: it is being fetched,
+        wait.
+        """
         hole = self._hole
         if hole is not None and hole.done:
             self._hole = None
             if hole.start <= gap.first <= hole.end and gap.first in hole.unknown:
-                return RangeStatus.UNKNOWN
+                return self._part(gap, hole), RangeStatus.UNKNOWN
             hole = None
         if self._out_of_time:
-            return RangeStatus.TIMED_OUT
+            return gap, RangeStatus.TIMED_OUT
         if hole is None or not hole.start <= gap.first <= hole.end:
             hole = self._track.fill_hole(gap.ask_start, gap.ask_end, self._order)
             if hole.done:
-                return RangeStatus.UNKNOWN
+                return self._part(gap, hole), RangeStatus.UNKNOWN
             self._hole = hole
         if self._patience is not None and self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._patience, self._time_is_up)
         return None
+
+    def _part(self, gap: _Gap, hole: Hole) -> _Gap:
+        return self._span(gap.first, max(gap.ask_start, hole.start), min(gap.ask_end, hole.end))
 
     def _time_is_up(self) -> None:
         self._out_of_time = True

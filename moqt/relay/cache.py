@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import math
 from bisect import bisect_left, insort
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from moqt.ledger import Ledger
 from moqt.locations import LocationSet
 from moqt.names import FullTrackName
 from moqt.quic.api import Buffer
+from moqt.relay.store import DiskTrack
 from moqt.track import Hole, StoredObject, Track, TrackWatcher
 from moqt.wire import ObjectHeader, ObjectStatus, Properties, PropertyType, get
 
@@ -215,6 +217,7 @@ class CachedTrack(Track):
     `filler` fetches a range, `holes` are those that are being filled; `on_idle` is called when nobody follows
     the Track, or nothing is left of it, `on_lack` when something is no longer kept, `on_steer` when those who
     follow it may all be paused, or not any more, `on_group_request` when one of them wants a new Group.
+    `disk` is what is kept of it on disk, also of an earlier life.
     """
 
     authoritative = False
@@ -225,6 +228,7 @@ class CachedTrack(Track):
         cache: Cache,
         filler: Callable[[CachedTrack, Location, Location, GroupOrder], Hole],
         holes: Collection[Hole] = (),
+        disk: DiskTrack | None = None,
     ) -> None:
         super().__init__(name)
         self.known = LocationSet()
@@ -245,12 +249,23 @@ class CachedTrack(Track):
         self._deferred: list[Callable[[], None]] | None = None
         self._waiters: list[Callable[[], None]] = []
         self._count = 0
-        self._ages: OrderedDict[CachedObject, None] = OrderedDict()
-        """Those that expire, the first one first."""
         self._partial: set[CachedObject] = set()
         """Those of which something has not come."""
         self._lifetime = math.inf
+        self._expiries: list[tuple[float, Location]] = []
+        """A heap of when Objects expire; there may be another one at a Location meanwhile, or none."""
         self._timer: asyncio.TimerHandle | None = None
+        self.disk: DiskTrack | None = None
+        if disk is not None:
+            self._restore(disk)
+
+    def _restore(self, disk: DiskTrack) -> None:
+        self.describe(disk.properties)
+        self.largest, self.ended, self.finished = disk.largest, disk.ended, disk.finished
+        for start, end in disk.absent:
+            self.known.add(start, end)
+        self.disk = disk
+        disk.on_lack = self._lack
 
     # What the relay tells.
 
@@ -263,11 +278,13 @@ class CachedTrack(Track):
         self.priority = priority if isinstance(priority, int) else 128
         order = get(properties, PropertyType.DEFAULT_PUBLISHER_GROUP_ORDER)
         self.order = GroupOrder(order) if isinstance(order, int) else GroupOrder.ASCENDING
+        self._tell_disk()
 
     def saw(self, largest: Location | None, *, tell: bool = False) -> None:
         """A publisher says that its Largest Object is this (moqt 5.3); with `tell` it said so unasked."""
         if largest is not None and (self.largest is None or largest > self.largest):
             self.largest = largest
+            self._tell_disk()
             for watcher in list(self._watchers) if tell else ():
                 watcher.on_largest()
 
@@ -280,8 +297,10 @@ class CachedTrack(Track):
         ends: bool = False,
         after: int | None = None,
         hole: Hole | None = None,
+        expires: float = math.inf,
     ) -> Writer | None:
-        """An Object has begun to come, on a subscription (`live`) or a fetch; None if it is of no use.
+        """An Object has begun to come, on a subscription (`live`), a fetch, or from disk; None if it is of no
+        use. It expires when the Track says so, or before, at `expires`.
 
         Raises MalformedTrack.
         """
@@ -314,7 +333,7 @@ class CachedTrack(Track):
             if hole is not None:
                 hole.ahead += OVERHEAD + item.size
             item.writers += 1  # So that it is not thrown out at once.
-            self._store(item, header)
+            self._store(item, header, expires)
             item.writers -= 1
         elif (item.size, item.datagram, item.priority) != (header.size, header.datagram, priority) or (
             item.subgroup != header.subgroup and not item.datagram
@@ -336,6 +355,7 @@ class CachedTrack(Track):
             item.payload = (bytes(data),)
             item.missing = 0
             self._partial.discard(item)
+            self._keep(item)
             self._cache.grow(item.size)
             self._tell_piece(item, memoryview(item.payload[0]))
             data = data[:0]
@@ -356,6 +376,7 @@ class CachedTrack(Track):
                 item.payload = tuple(item.segments)
                 item.segments = None
                 self._partial.discard(item)
+                self._keep(item)
             self._tell_piece(item, memoryview(segment)[place : place + size])
         self._changed()
 
@@ -405,6 +426,7 @@ class CachedTrack(Track):
         if self.ended is None or location < self.ended:
             self.ended = location
         self.learn(location, LAST)
+        self._tell_disk()
 
     def end_subgroup(self, group: int, subgroup: int, last: int) -> None:
         """A whole Subgroup has come, up to Object `last`. Raises MalformedTrack."""
@@ -414,6 +436,8 @@ class CachedTrack(Track):
         """The Track is malformed: all that is sent of it ends, nothing of it is kept (moqt 15 #5)."""
         if not self.fault:
             self.fault = reason
+            if self.disk is not None:
+                self.disk.drop()
             self.clear()
             self.close(DoneCode.MALFORMED_TRACK)
             self._changed()
@@ -495,6 +519,7 @@ class CachedTrack(Track):
 
     def close(self, code: DoneCode) -> None:
         super().close(code)
+        self._tell_disk()
         self.on_idle()
 
     @property
@@ -515,7 +540,7 @@ class CachedTrack(Track):
     @property
     def empty(self) -> bool:
         """Whether nothing of it is kept."""
-        return not self._count
+        return not self._count and (self.disk is None or not self.disk.stored)
 
     @property
     def blank(self) -> bool:
@@ -527,7 +552,7 @@ class CachedTrack(Track):
         """Whether the Group of the Largest Object is here, so that a subscriber can begin with it."""
         return (
             self.largest is not None
-            and self.gap(Location(self.largest.group, 0), self.largest) is None
+            and self.has(Location(self.largest.group, 0), self.largest)
             and not self._partial
         )
 
@@ -535,7 +560,15 @@ class CachedTrack(Track):
     def complete(self) -> bool:
         """Whether all of it is here, and nothing more will come."""
         end = self.largest if self.ended is None and self.finished else self.ended
-        return end is not None and self.gap(Location(0, 0), end) is None and not self._partial
+        return end is not None and self.has(Location(0, 0), end) and not self._partial
+
+    def has(self, start: Location, end: Location) -> bool:
+        """Whether all from `start` to `end` is here, or on disk."""
+        while (gap := self.gap(start, end)) is not None:
+            if self.disk is None or self.disk.stored.gap(*gap) is not None:
+                return False
+            start = successor(gap[1])
+        return True
 
     def starts_subgroup(self, item: StoredObject) -> bool:
         return isinstance(item, CachedObject) and item.first
@@ -573,6 +606,8 @@ class CachedTrack(Track):
             else:
                 self._cache.misses += 1
             self._cache.use(item)
+            if self.disk is not None:
+                self.disk.use(item.location)
             self._take_from_hole(item)
 
     def _take_from_hole(self, item: CachedObject) -> None:
@@ -582,18 +617,18 @@ class CachedTrack(Track):
             self._changed()
 
     def expire(self) -> None:
-        now = asyncio.get_running_loop().time() if self._lifetime < math.inf else 0.0
-        while self._ages and (item := next(iter(self._ages))).expires <= now:
-            if item.writers:
-                break  # It goes when it has come.
-            self.evict(item)
+        now = asyncio.get_running_loop().time()
+        while self._expiries and self._expiries[0][0] <= now:
+            item = self.get(heapq.heappop(self._expiries)[1])
+            # One that is still coming goes when it has come.
+            if isinstance(item, CachedObject) and item.expires <= now and not item.writers:
+                self.evict(item)
 
     def evict(self, item: CachedObject) -> None:
         """Keep an Object no longer; from now on it is unknown (moqt 15 #6)."""
         if item.newer is None:
             return
         self._count -= 1
-        self._ages.pop(item, None)
         self._partial.discard(item)
         self._cache.discard(item)
         self._take_from_hole(item)
@@ -606,11 +641,22 @@ class CachedTrack(Track):
             del self._groups[group]
             del self._group_ids[bisect_left(self._group_ids, group)]
         self.known.remove(item.location, item.location)
-        self.on_lack()
-        if not self._count:
-            self.on_idle()
+        self._lack()
 
     # Inside.
+
+    def _lack(self) -> None:
+        self.on_lack()
+        if self.empty:
+            self.on_idle()
+
+    def _tell_disk(self) -> None:
+        if self.disk is not None:
+            self.disk.describe(self.properties, self.largest, self.ended, self.finished)
+
+    def _keep(self, item: CachedObject) -> None:
+        if self.disk is not None and not self.fault:
+            self.disk.keep(item)
 
     def wake(self) -> None:
         """Something has changed for those who wait."""
@@ -622,19 +668,20 @@ class CachedTrack(Track):
         self.wait(changed.set)
         await changed.wait()
 
-    def _store(self, item: CachedObject, header: ObjectHeader) -> None:
+    def _store(self, item: CachedObject, header: ObjectHeader, expires: float) -> None:
         location = item.location
         entry = self._group(location.group)
         entry.objects[location.object] = item
         insort(entry.ids, location.object)
-        item.expires = asyncio.get_running_loop().time() + self._lifetime
+        item.expires = min(asyncio.get_running_loop().time() + self._lifetime, expires)
         self._count += 1
+        if item.expires < math.inf:
+            self._expect_expiry(item)
+        self._cache.add(item)
         if item.missing:
             self._partial.add(item)
-        if self._lifetime < math.inf:
-            self._ages[item] = None
-            self._set_timer()
-        self._cache.add(item)
+        else:
+            self._keep(item)
         for kind, here in (
             (PropertyType.PRIOR_GROUP_ID_GAP, location.group),
             (PropertyType.PRIOR_OBJECT_ID_GAP, location.object),
@@ -642,9 +689,9 @@ class CachedTrack(Track):
             gap = get(header.properties, kind)
             if isinstance(gap, int) and 0 < gap <= here:
                 if kind is PropertyType.PRIOR_GROUP_ID_GAP:
-                    self.known.add(Location(here - gap, 0), Location(here - 1, MAX_VARINT))
+                    self._note(Location(here - gap, 0), Location(here - 1, MAX_VARINT))
                 else:
-                    self.known.add(Location(location.group, here - gap), Location(location.group, here - 1))
+                    self._note(Location(location.group, here - gap), Location(location.group, here - 1))
 
     def _note(self, start: Location, end: Location) -> None:
         """It is known from now on what exists there. What does not exist is forgotten, that is, unknown
@@ -657,6 +704,8 @@ class CachedTrack(Track):
                 if item.writers or not item.missing:
                     self.known.add(item.location, item.location)
             self.known.add(start, end)
+        if self.disk is not None and (start != end or self.get(start) is None):
+            self.disk.learn(start, end, self.objects(start, end))
 
     def _take_status(self, header: ObjectHeader, priority: int, live: bool, ends: bool) -> None:
         location = header.location
@@ -696,15 +745,22 @@ class CachedTrack(Track):
         for wake in waiters:
             wake()
 
+    def _expect_expiry(self, item: CachedObject) -> None:
+        if len(self._expiries) > 2 * self._count + 64:  # Most of them have gone before.
+            found = (self.get(location) for _, location in self._expiries)
+            here = {(one.expires, one.location) for one in found if isinstance(one, CachedObject)}
+            self._expiries = sorted(here)  # Which is a heap.
+        heapq.heappush(self._expiries, (item.expires, item.location))
+        self._set_timer()
+
     def _set_timer(self) -> None:
-        if self._timer is None:
-            oldest = next(iter(self._ages))
-            self._timer = asyncio.get_running_loop().call_at(oldest.expires + 0.001, self._on_timer)
+        when = self._expiries[0][0] + 0.001
+        if self._timer is None or self._timer.when() > when:
+            self.stop()
+            self._timer = asyncio.get_running_loop().call_at(when, self._on_timer)
 
     def _on_timer(self) -> None:
         self._timer = None
         self.expire()
-        if self._ages:
-            oldest = next(iter(self._ages))
-            when = max(oldest.expires, asyncio.get_running_loop().time()) + 0.001 + bool(oldest.writers)
-            self._timer = asyncio.get_running_loop().call_at(when, self._on_timer)
+        if self._expiries:
+            self._set_timer()

@@ -47,7 +47,8 @@ class Feed:
     def __init__(self, relay: Relay, name: FullTrackName) -> None:
         self.name = name
         self._holes = Holes(relay, self._spoil)
-        self.track = CachedTrack(name, relay.cache, self._holes.fill, self._holes.open)
+        disk = None if relay.store is None else relay.store.track(name)
+        self.track = CachedTrack(name, relay.cache, self._holes.fill, self._holes.open, disk)
         self.track.on_idle = self.settle
         self.track.on_lack = lambda: relay.reconsider(name.namespace)
         self.track.on_steer = self._steer
@@ -155,7 +156,7 @@ class Feed:
         if wanted is None or wanted.live or wanted.filter.end is None or track.largest is None:
             return False
         start, end = wanted.filter.start(track.largest), wanted.filter.end
-        return start <= end and track.gap(start, end) is None
+        return start <= end and track.has(start, end)
 
     def _has_some(self, wanted: Wanted | None) -> bool:
         """Whether anything is here for somebody who wants what exists already."""
@@ -198,7 +199,8 @@ class Feed:
                 self._linger = None
         elif self._linger is None and not self._relay.closed:
             loop = asyncio.get_running_loop()
-            self._linger = loop.call_later(self._relay.linger if self._sources else 0.0, self._rest)
+            linger = max(self._relay.linger if self._sources else 0.0, 1.0 if self._holes.open else 0.0)
+            self._linger = loop.call_later(linger, self._rest)
 
     def _rest(self) -> None:
         self._linger = None

@@ -15,14 +15,18 @@ from moqt.errors import (
     RequestRefused,
     RequestRejected,
 )
-from moqt.fetching import LAST, successor
-from moqt.filters import MAX_VARINT, FilterType, GroupOrder, Location, LocationFilter
+from moqt.fetching import LAST, predecessor, successor
+from moqt.filters import FilterType, GroupOrder, Location, LocationFilter
+from moqt.locations import LocationSet
 from moqt.relay.cache import CachedTrack
+from moqt.relay.database import KeptObject
 from moqt.relay.inlets import FetchInlet, gaps
 from moqt.relay.refusals import refusal
+from moqt.relay.store import DiskTrack
 from moqt.session import Session
 from moqt.subscribing import FetchStream
 from moqt.track import Hole, Wanted
+from moqt.wire import ObjectHeader, ObjectStatus, decode_properties
 
 if TYPE_CHECKING:
     from moqt.relay.relay import Relay
@@ -72,13 +76,19 @@ class Holes:
                 return hole
         for hole in self._tasks:
             if ascending and start < hole.start <= end:
-                end = _predecessor(hole.start)
+                end = predecessor(hole.start)
             elif not ascending and start <= hole.end < end:
                 start = successor(hole.end)
-        hole = Hole(start, end)
+        disk = track.disk
+        if disk is not None:
+            start, end, stored = disk.part(start, end, order)
+            disk = disk if stored else None
+        hole = Hole(start, end, replied=disk is not None)
         if track.fault or self._relay.closed:
             hole.done = True
             hole.unknown.add(start, end)
+        elif disk is not None:
+            self._begin(track, hole, self._recall(track, disk, hole))
         else:
             self._begin(track, hole, self._fetch(track, hole, order))
         return hole
@@ -126,6 +136,38 @@ class Holes:
             logger.info("a fill of %s: %s", track.name, error)
         await self._fetch(track, hole, order)
 
+    async def _recall(self, track: CachedTrack, disk: DiskTrack, hole: Hole) -> None:
+        """Bring back what is on disk. What turns out not to be there is a hole that will be fetched."""
+        found = LocationSet()
+        start = hole.start
+        while start <= hole.end and (items := await disk.read(start, hole.end)):
+            for item in items:
+                if not await self._room(track, hole):
+                    return
+                try:
+                    _bring(track, item, hole, disk.expiry(item))
+                except MalformedTrack as error:
+                    self._malformed(hole, error)
+                    return
+                found.add(item.location, item.location)
+            start = successor(items[-1].location)
+        for low, high in gaps(found, hole.start, hole.end):
+            disk.stored.remove(low, high)
+
+    def _malformed(self, hole: Hole, error: MalformedTrack) -> None:
+        self._spoil(str(error))
+        hole.refusal = RequestRefused(RequestCode.MALFORMED_TRACK, "the Track is malformed")
+
+    async def _room(self, track: CachedTrack, hole: Hole) -> bool:
+        """Wait until more may come; False if nobody wants the rest now."""
+        try:
+            while hole.ahead > self._relay.read_ahead:
+                async with asyncio.timeout(self._relay.stall):
+                    await track.changes()
+        except TimeoutError:
+            return False
+        return True
+
     async def _fetch(self, track: CachedTrack, hole: Hole, order: GroupOrder) -> None:
         tried: set[Session] = set()
         errors: list[MoqtError] = []
@@ -147,8 +189,7 @@ class Holes:
                     )
                 return
             except MalformedTrack as error:
-                self._spoil(str(error))
-                hole.refusal = RequestRefused(RequestCode.MALFORMED_TRACK, "the Track is malformed")
+                self._malformed(hole, error)
                 return
             except RequestRejected as error:
                 logger.info("%s: %s", session.connection.id, error)
@@ -194,12 +235,26 @@ class Holes:
             inlet.finish(fetch.end.end)
 
 
+def _bring(track: CachedTrack, item: KeptObject, hole: Hole, expires: float) -> None:
+    """An Object from disk. Raises MalformedTrack."""
+    header = ObjectHeader(
+        item.location,
+        item.subgroup,
+        item.priority,
+        decode_properties(item.properties),
+        item.properties,
+        ObjectStatus.NORMAL,
+        item.size,
+        item.datagram,
+    )
+    writer = track.begin(
+        header, live=False, first=item.first, ends=item.ends, after=item.after, hole=hole, expires=expires
+    )
+    if writer is not None:
+        for piece in item.payload:
+            writer.write(memoryview(piece))
+
+
 async def _to_the_end(fetch: FetchStream) -> None:
     async for _ in fetch:
         pass
-
-
-def _predecessor(location: Location) -> Location:
-    if location.object:
-        return Location(location.group, location.object - 1)
-    return Location(location.group - 1, MAX_VARINT)

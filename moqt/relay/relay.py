@@ -17,6 +17,7 @@ from moqt.names import FullTrackName, TrackNamespace, format_namespace, is_prefi
 from moqt.offers import Offer
 from moqt.relay.cache import Cache, CachedTrack
 from moqt.relay.feed import Feed
+from moqt.relay.store import Store
 from moqt.session import Session
 from moqt.track import Track, Tracks, Wanted
 
@@ -116,6 +117,8 @@ class Relay:
     `upstream_wait` how long a request waits for an upstream that is being dialled, `answer` how long a
     publisher has for its reply, `stall` how long a fetch may bring nothing.
 
+    `store` keeps Objects on disk, also those of an earlier life of the relay; it is closed with the relay.
+
     A namespace is offered as long as a publisher or an upstream offers it, and beyond that as long as what is
     known of it is in the cache, one of its Tracks to the end (kvcs 14 #10).
     """
@@ -124,6 +127,7 @@ class Relay:
         self,
         *,
         cache_bytes: int = CACHE_BYTES,
+        store: Store | None = None,
         linger: float = 10.0,
         grace: float = 5.0,
         upstream_wait: float = 3.0,
@@ -131,6 +135,10 @@ class Relay:
         stall: float = 10.0,
     ) -> None:
         self.cache = Cache(cache_bytes)
+        self.store = store
+        if store is not None:
+            store.queue = min(store.queue, cache_bytes // 8)
+            store.on_written = lambda: self.cache.grow(0)
         self.linger = linger
         self.grace = grace
         self.upstream_wait = upstream_wait
@@ -162,6 +170,10 @@ class Relay:
         self._fetching: dict[Session, asyncio.Semaphore] = {}
         self._arrivals: set[asyncio.Event] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        for name in list(store.tracks) if store is not None else ():
+            self._feed(name)
+        for namespace in list(self._shelves):
+            self.reconsider(namespace)
 
     async def close(self) -> None:
         """End all that runs here; the sessions are not the relay's."""
@@ -172,6 +184,8 @@ class Relay:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self.store is not None:
+            await self.store.close()
 
     def drop(self, feed: Feed) -> None:
         """A Track is no longer known."""
