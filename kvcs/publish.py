@@ -15,7 +15,7 @@ from kvcs import files
 from kvcs.console import EXIT_CODES, Console, ExitCode, add_common, run, token_of
 from kvcs.identity import ScopeKey
 from kvcs.publisher import Publication, Publisher
-from moqt.console import host_and_port, options_of, until_told
+from moqt.console import Signals, host_and_port, options_of
 from moqt.credentials import TokenFile
 from moqt.errors import DoneCode, MoqtError, UsageError
 from moqt.names import TrackNamespace
@@ -121,31 +121,34 @@ async def publish(arguments: argparse.Namespace, token: TokenFile, console: Cons
         leave = await stack.enter_async_context(endpoint)
         publication = publisher.publish(cache.tokens)
         segment = publication.segment
-        console.tell(
-            "publication",
-            f"publication {publication.name.publication_id.hex()}: {segment.blocks} blocks of "
-            f"{cache.descriptor.block_tokens} tokens, {cache.descriptor.layers} layers"
-            + (f"; the last {segment.tail} tokens fill no block and are not sent" if segment.tail else ""),
-            publication_id=publication.name.publication_id.hex(),
-            blocks=segment.blocks,
-            layers=cache.descriptor.layers,
-            tail_tokens=segment.tail,
-        )
-        work = asyncio.create_task(_put_layers(arguments, cache, publication, console))
-        told = asyncio.create_task(until_told(arguments.serve_for))
-        try:
-            await asyncio.wait((work, told, denied), return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                work.result()
-            await asyncio.wait((told, denied), return_when=asyncio.FIRST_COMPLETED)
-            if denied.done():
-                denied.result()
-            reason = await told
-        finally:
-            denied.cancel()
-            for task in (work, told):
-                task.cancel()
-            await asyncio.gather(work, told, return_exceptions=True)
+        with Signals() as signals:  # Not while leaving: a second one ends it at once.
+            console.tell(
+                "publication",
+                f"publication {publication.name.publication_id.hex()}: {segment.blocks} blocks of "
+                f"{cache.descriptor.block_tokens} tokens, {cache.descriptor.layers} layers"
+                + (
+                    f"; the last {segment.tail} tokens fill no block and are not sent" if segment.tail else ""
+                ),
+                publication_id=publication.name.publication_id.hex(),
+                blocks=segment.blocks,
+                layers=cache.descriptor.layers,
+                tail_tokens=segment.tail,
+            )
+            work = asyncio.create_task(_put_layers(arguments, cache, publication, console))
+            told = asyncio.create_task(signals.next(arguments.serve_for))
+            try:
+                await asyncio.wait((work, told, denied), return_when=asyncio.FIRST_COMPLETED)
+                if work.done():
+                    work.result()
+                await asyncio.wait((told, denied), return_when=asyncio.FIRST_COMPLETED)
+                if denied.done():
+                    denied.result()
+                reason = await told
+            finally:
+                denied.cancel()
+                for task in (work, told):
+                    task.cancel()
+                await asyncio.gather(work, told, return_exceptions=True)
         publication.close()
         await leave()
         console.tell("end", f"{reason}: left", reason=reason, complete=segment.complete)

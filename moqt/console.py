@@ -28,7 +28,6 @@ __all__ = [
     "host_and_port",
     "options_of",
     "run",
-    "until_told",
 ]
 
 OK: Final = 0
@@ -179,16 +178,10 @@ class Signals:
         for number in self._NUMBERS:
             asyncio.get_running_loop().remove_signal_handler(number)
 
-    async def next(self) -> str:
-        """The name of the next one."""
-        return await self._came.get()
-
-
-async def until_told(seconds: float | None = None) -> str:
-    """Wait for SIGINT or SIGTERM, or for `seconds` to pass; returns which."""
-    with Signals() as signals:
+    async def next(self, seconds: float | None = None) -> str:
+        """The name of the next one; what it says when `seconds` are over first."""
         try:
             async with asyncio.timeout(seconds):
-                return await signals.next()
+                return await self._came.get()
         except TimeoutError:
             return f"{seconds:g} s are over"

@@ -52,6 +52,7 @@ Each option can be said in three places; the first that says it counts:
   a flag                        --cache-bytes 1000000
   the environment               MOQT_RELAY_CACHE_BYTES=1000000
   the TOML file of --config     cache-bytes = 1000000
+                                (MOQT_RELAY_CONFIG may name it, too)
 In the latter two a switch is true or false; what may be repeated has blanks between in the environment and is
 an array in the file. A name that is no option is an error.
 """
