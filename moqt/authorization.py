@@ -264,6 +264,10 @@ class Authority:
             raise decision.refusal
         return cls(policy, request, decision)
 
+    def fork(self) -> Authority:
+        """The same right for something else that begins now, and may go on longer."""
+        return Authority(self._policy, self._request, self.allowed)
+
     @property
     def expires(self) -> int | None:
         """EXPIRES: the milliseconds until the right ends if it is not renewed; None: not by time (moqt

@@ -7,7 +7,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from moqt.asking import OwnRequest, rejected, session_error
-from moqt.authorization import AccessRequest, Action, AllowAll, Allowed, Authority, Denied
+from moqt.authorization import AccessRequest, Action, AllowAll, Allowed, Authority, Denied, TokenPair
 from moqt.delivery import Delivery
 from moqt.errors import (
     MalformedTrack,
@@ -67,6 +67,7 @@ class Offer(Subscription):
         self.properties = message.properties
         self.following: asyncio.Task[None] | None = None
         self._authority = authority
+        self._answering = asyncio.Lock()
 
     async def accept(self, *, sink: Sink | None = None) -> None:
         """Send PUBLISH_OK. Objects go into `sink` as they come, if one is given, and not into the queue.
@@ -88,18 +89,27 @@ class Offer(Subscription):
 
     def _on_message(self, message: Message) -> None:
         if isinstance(message, RequestUpdate):  # The publisher's own: it can bring a token (moqt 4.1).
-            self.session.spawn(self._answer_update(message), "REQUEST_UPDATE")
+            self.session.spawn(self._answer_update(message.parameters), "REQUEST_UPDATE")
         else:
             super()._on_message(message)
 
-    async def _answer_update(self, message: RequestUpdate) -> None:
+    async def _answer_update(self, parameters: Parameters) -> None:
+        tokens: list[TokenPair] = []
+        refused: RequestRefused | None = None
         try:
-            await self._authority.update(self.session.gate.tokens_of(message.parameters))
-            reply: Message = RequestOk(Parameters(expires=self._authority.expires))
+            tokens = self.session.gate.tokens_of(parameters)
         except RequestRefused as refusal:
-            reply = RequestError(refusal.code, 0, refusal.reason, refusal.redirect)
-        if not self.request.over:
-            await self.request.send(reply)
+            refused = refusal
+        async with self._answering:  # In order: an answer does not say which update it is for.
+            try:
+                if refused is not None:
+                    raise refused
+                await self._authority.update(tokens)
+                reply: Message = RequestOk(Parameters(expires=self._authority.expires))
+            except RequestRefused as refusal:
+                reply = RequestError(refusal.code, 0, refusal.reason, refusal.redirect)
+            if not self.request.over:
+                await self.request.send(reply)
 
 
 async def take_offer(session: Session, stream: RequestStream, message: Publish, authority: Authority) -> None:
@@ -183,7 +193,6 @@ class _TracksFeed:
         self._prefix = message.prefix
         self._parameters = message.parameters
         self._authority = authority
-        self._deliveries: set[Delivery] = set()
 
     async def serve(self) -> None:
         session, over = self._session, asyncio.Event()
@@ -195,8 +204,6 @@ class _TracksFeed:
         tracks.wanted_tracks(session, self._prefix, True)
 
         def revoke(denied: Denied) -> None:
-            for delivery in list(self._deliveries):
-                delivery.revoke(denied)
             self._stream.cancel(denied.reset_code)
             over.set()
 
@@ -250,13 +257,16 @@ class _TracksFeed:
                 await self._stream.send(PublishSkipped(suffix, track.name.name))
             return
         published = _Published(self._session, stream, track, self._parameters)
-        self._deliveries.add(published.delivery)
+        # moqt 11: it may go on when the SUBSCRIBE_TRACKS is over, but not without the right.
+        authority = self._authority.fork()
+        authority.when_lost(published.delivery.revoke)
+        watching = self._session.spawn(authority.watch(), "authorization")
         try:
-            await published.serve(self._authority)
+            await published.serve(authority)
         except RequestRejected as rejection:
             logger.info("%s: %s", self._session.connection.id, rejection)
         finally:
-            self._deliveries.discard(published.delivery)
+            watching.cancel()
 
 
 async def publish(session: Session, track: Track) -> None:
@@ -276,7 +286,12 @@ class _Published:
     """A PUBLISH of ours. `asked` are the parameters of the SUBSCRIBE_TRACKS for which it is."""
 
     def __init__(self, session: Session, stream: Stream, track: Track, asked: Parameters) -> None:
-        offered = Parameters(largest=track.largest, forward=asked.forward, group_order=asked.group_order)
+        offered = Parameters(
+            tokens=session.tokens,  # Ours, never one of SUBSCRIBE_TRACKS (moqt 5.2).
+            largest=track.largest,
+            forward=asked.forward,
+            group_order=asked.group_order,
+        )
         alias = session.publishing.new_alias()
         properties = () if asked.include_properties is False else track.properties
         self._session = session
@@ -299,6 +314,7 @@ class _Published:
 
     async def serve(self, authority: Authority) -> None:
         """Raises RequestRejected, and what a stream raises."""
+        renewing = self._session.spawn(self._renew(), "tokens")
         try:
             await self._stream.send_request()
             reply = await self._stream.receive()
@@ -310,7 +326,17 @@ class _Published:
             else:  # FIN or GOAWAY: the peer does not want it.
                 self._stream.cancel()
         finally:
+            renewing.cancel()
             self.delivery.cancel()
+
+    async def _renew(self) -> None:
+        """Give the peer each further token that we have (moqt 5.3)."""
+        while True:
+            await self._session.renewed.wait()
+            if self._stream.over:
+                return
+            parameters = Parameters(tokens=self._session.tokens)
+            await self._stream.send(RequestUpdate(self._session.ids.next(), parameters))
 
 
 def _selecting(filters: tuple[RangeFilter, ...], track: Track) -> tuple[RangeFilter, ...]:

@@ -469,6 +469,7 @@ class Relay:
     async def _watch_tracks(self, session: Session, prefix: TrackNamespace) -> None:
         """Have an upstream publish its Tracks to us; they come to `published`."""
         while not session.closed:
+            renewed = session.renewed
             try:
                 watch = await session.subscribe_tracks(prefix)
                 try:
@@ -476,10 +477,13 @@ class Relay:
                 finally:
                     await watch.close()
                 logger.info("%s: no more Tracks: %s", session.connection.id, error)
-            except MoqtError as error:
-                if not isinstance(error, RequestRejected) or error.code != RequestCode.PREFIX_OVERLAP:
+            except RequestRejected as error:
+                if error.code != RequestCode.PREFIX_OVERLAP:
                     logger.info("%s: no Tracks: %s", session.connection.id, error)
-                    return
+                    await renewed.wait()  # Another token may give us the right.
+            except MoqtError as error:
+                logger.info("%s: no Tracks: %s", session.connection.id, error)
+                return
             await asyncio.sleep(OVERLAP_PAUSE)
 
     async def _watch_prefix(self, session: Session, prefix: TrackNamespace) -> None:

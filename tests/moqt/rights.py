@@ -42,6 +42,8 @@ __all__ = [
     "REPLIES",
     "RESERVED",
     "Script",
+    "Lasting",
+    "until",
     "Slow",
     "WANTED",
     "WHOLE",
@@ -102,6 +104,26 @@ class Script:
         if self.denied is not None:
             return self.denied
         return self._allowed if self.actions.issuperset(request.needs) else Denied()
+
+
+class Lasting:
+    """Allows what comes with the token b"<n>" until the second n. SETUP is open to all."""
+
+    def __init__(self) -> None:
+        self.asked: list[AccessRequest] = []
+
+    async def decide(self, request: AccessRequest) -> Decision:
+        self.asked.append(request)
+        if request.action is Action.SETUP:
+            return Allowed()
+        ends = [float(value) for _, value in request.tokens + request.held_tokens]
+        if max(ends, default=0.0) > asyncio.get_running_loop().time():
+            return Allowed(revalidate_after=5.0)
+        return Denied(RequestCode.EXPIRED_AUTH_TOKEN, "too late")
+
+
+def until(second: int) -> tuple[Token, ...]:
+    return (Token(AliasType.USE_VALUE, type=1, value=b"%d" % second),)
 
 
 class Watched(Tracks):

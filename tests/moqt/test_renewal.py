@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from moqt.authorization import AccessRequest, Action, Allowed, Decision, Denied
+from moqt.authorization import Action
 from moqt.errors import DoneCode, RequestCode, RequestRejected, ResetCode, StreamReset
 from moqt.filters import LocationFilter
 from moqt.limits import Limits
@@ -17,7 +17,6 @@ from moqt.quic.api import QuicOptions
 from moqt.quic.memory import pair
 from moqt.session import Session
 from moqt.track import Track, Tracks
-from moqt.wire import AliasType, Token
 from tests.moqt.ends import (
     NAME,
     NAMESPACE,
@@ -28,30 +27,11 @@ from tests.moqt.ends import (
     publish_groups,
     tables_of,
 )
+from tests.moqt.rights import Lasting, until
 
 pytestmark = pytest.mark.virtual
 
 LASTS = 60.0
-
-
-class Lasting:
-    """Allows what comes with the token b"<n>" until the second n. SETUP is open to all."""
-
-    def __init__(self) -> None:
-        self.asked: list[AccessRequest] = []
-
-    async def decide(self, request: AccessRequest) -> Decision:
-        self.asked.append(request)
-        if request.action is Action.SETUP:
-            return Allowed()
-        ends = [float(value) for _, value in request.tokens + request.held_tokens]
-        if max(ends, default=0.0) > asyncio.get_running_loop().time():
-            return Allowed(revalidate_after=5.0)
-        return Denied(RequestCode.EXPIRED_AUTH_TOKEN, "too late")
-
-
-def until(second: int) -> tuple[Token, ...]:
-    return (Token(AliasType.USE_VALUE, type=1, value=b"%d" % second),)
 
 
 @asynccontextmanager
