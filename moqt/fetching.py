@@ -22,6 +22,9 @@ __all__ = ["LAST", "Puller", "passes", "predecessor", "ranges", "seconds_of", "s
 
 LAST = Location(MAX_VARINT, MAX_VARINT)
 
+_TURN = 512
+"""Objects that range filters keep back before others get their turn; large properties count as more."""
+
 
 def seconds_of(milliseconds: int | None) -> float | None:
     """A FILL_TIMEOUT in seconds."""
@@ -147,7 +150,12 @@ class Puller:
         yield None, (encoder.header(),)
         track = self._track
         after: Location | None = None
+        passed_over = 0
         while True:
+            if passed_over > _TURN:  # Others get their turn.
+                passed_over = 0
+                asyncio.get_running_loop().call_soon(self._wake)
+                yield None
             if track.fault:
                 raise BrokenSource(ResetCode.MALFORMED_TRACK)  # moqt 15 #5
             track.expire()
@@ -167,6 +175,8 @@ class Puller:
             else:
                 if passes(item, self._filters):
                     yield from self._object(encoder, item)
+                else:
+                    passed_over += 1 + len(item.properties) // 100
                 after = item.location
 
     def _object(self, encoder: FetchEncoder, item: StoredObject) -> Source:

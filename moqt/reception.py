@@ -52,6 +52,11 @@ _DEFAULT_PRIORITY = 128
 _ITEM_COST = 256
 """Bytes that an item takes besides its payload, by our reckoning."""
 
+_TURN = 512
+"""Objects, markers and pieces that are taken before others get their turn: what came at once may hold a
+million.
+"""
+
 _PREALLOCATED = 64 * 1024
 """Bytes of an Object for which memory is taken before they have come."""
 
@@ -321,7 +326,9 @@ class Reception(OwnRequest):
         current: ObjectHeader | None = None
         try:
             while True:
-                for event in events:
+                for turn, event in enumerate(events, 1):
+                    if not turn % _TURN:
+                        await asyncio.sleep(0)
                     if type(event) is PayloadChunk:
                         size = len(event.data)
                         buffer[filled : filled + size] = event.data
@@ -383,7 +390,9 @@ class Reception(OwnRequest):
         write: Callable[[memoryview], None] | None = None
         try:
             while True:
-                for event in events:
+                for turn, event in enumerate(events, 1):
+                    if not turn % _TURN:
+                        await asyncio.sleep(0)
                     if type(event) is PayloadChunk:
                         if write is not None:
                             write(event.data)

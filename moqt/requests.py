@@ -115,6 +115,8 @@ class RequestStream:
         self._ids = ids
         self._decoder = MessageDecoder(request=type(request) if request else None)
         self._data = memoryview(b"")
+        self._decoded = False
+        """Whether a part of what came with `_data` was decoded."""
         self._received: deque[Message] = deque()
         self._unanswered_of_peer = 0
         self._unanswered_of_ours = 0
@@ -150,6 +152,9 @@ class RequestStream:
             if self._received:
                 return self._received.popleft()
             if self._data:
+                if self._decoded:  # More of it: others get their turn.
+                    await asyncio.sleep(0)
+                self._decoded = True
                 part, self._data = self._data[:_SLICE], self._data[_SLICE:]
                 for message in self._decoder.feed(part):
                     self._check(message)
@@ -164,7 +169,7 @@ class RequestStream:
             if not data:
                 self._check_fin()
                 return None
-            self._data = memoryview(data)
+            self._data, self._decoded = memoryview(data), False
 
     async def drain(self, heed: Callable[[Message], None] | None = None) -> None:
         """Read what the peer still says about a request that is over, to its FIN, and ignore it, unless

@@ -41,6 +41,12 @@ _SLICE = 64 * 1024
 """Bytes handed over before urgency is looked at again; most Objects fit in."""
 
 
+_TURN = 512
+"""Slices that are handed over before others get their turn: small Objects may make many."""
+
+_BLOCKED = 256
+"""Streams whose windows are full: while there are more, none is opened, since each pass looks at all."""
+
 _STREAM_COST = 3072
 """Bytes that a stream takes besides what it holds, by our reckoning."""
 _PIECE_COST = 384
@@ -184,6 +190,9 @@ class Scheduler:
         self._stopped: ConnectionClosed | None = None
         self._stale = False
         """Streams are more or less urgent than their place in the heaps says."""
+        self._resting = False
+        self._blocked: set[Outgoing] = set()
+        """Streams whose own windows were full when they were looked at."""
         connection.feeder = self._feed
 
     @property
@@ -238,6 +247,7 @@ class Scheduler:
         self._stopped = closed
         self._open.clear()
         self._unopened.clear()
+        self._blocked.clear()
         for _, future in self._waiters:
             if not future.done():
                 future.set_exception(closed)
@@ -270,6 +280,7 @@ class Scheduler:
         if not outgoing.ended:
             outgoing.ended = True
             outgoing._clear()
+            self._blocked.discard(outgoing)
             outgoing.on_end(code)
 
     def _queue(self, outgoing: Outgoing) -> None:
@@ -295,20 +306,34 @@ class Scheduler:
         self._stale = False
 
     def _feed(self) -> None:
+        if self._resting:
+            return
         connection = self._connection
         if self._stale:
             self._sort()
         waiting: list[Outgoing] = []
+        slices = 0
         while (room := min(WATERMARK - connection.unsent, connection.credit)) > 0:
-            outgoing = self._next(connection.stream_credit(bidirectional=False) > 0)
+            can_open = connection.stream_credit(bidirectional=False) > 0 and len(self._blocked) < _BLOCKED
+            outgoing = self._next(can_open)
             if outgoing is None:
                 break
             if not self._send(outgoing, min(room, _SLICE)):
                 waiting.append(outgoing)
+                continue
+            slices += 1
+            if slices == _TURN:
+                self._resting = True
+                asyncio.get_running_loop().call_soon(self._go_on)
+                break
         for outgoing in waiting:
             self._queue(outgoing)
         if self._waiters:
             self._wake()
+
+    def _go_on(self) -> None:
+        self._resting = False
+        self._connection.kick()
 
     def _send(self, outgoing: Outgoing, room: int) -> bool:
         """Hand over one slice; False when the stream's own window is full."""
@@ -330,10 +355,15 @@ class Scheduler:
             if not taken:
                 stream.hand(b"", fin=True)
             self._end(outgoing, None)
-        elif outgoing._parts:
+            return True
+        if outgoing._parts:
             self._queue(outgoing)
         else:
             self._check_broken(outgoing)
+        if outgoing._parts and stream.credit <= 0:
+            self._blocked.add(outgoing)
+        else:
+            self._blocked.discard(outgoing)
         return True
 
     def _check_broken(self, outgoing: Outgoing) -> None:

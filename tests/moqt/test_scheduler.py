@@ -275,6 +275,25 @@ async def test_a_stream_with_a_full_window_holds_up_no_other() -> None:
     assert list(ends.codes) == ["other", "stuck"]
 
 
+async def test_streams_with_full_windows_are_few() -> None:
+    """Each is looked at in every pass: a peer that allows streams and no bytes on them gets no more."""
+    connection, ends = CountingConnection(streams=1 << 20, window=1), Ends()
+    scheduler = Scheduler(connection)
+    for number in range(5000):
+        scheduler.push(ends.outgoing(str(number)), b"ab", fin=True)
+    for _ in range(100):
+        connection.send()
+        await asyncio.sleep(0)
+    assert len(connection.opened) < 1024
+    connection.window = 2
+    while len(ends.codes) < 5000:
+        for stream in connection.opened:
+            stream.window = 2
+        connection.send()
+        await asyncio.sleep(0)
+    assert len(connection.opened) == 5000
+
+
 async def test_the_credit_of_the_connection() -> None:
     connection, ends = CountingConnection(credit=100), Ends()
     scheduler = Scheduler(connection)
