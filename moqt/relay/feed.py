@@ -410,27 +410,37 @@ class Feed:
 
     async def _pause_or_resume(self) -> None:
         track = self.track
+        failed: set[Subscription] = set()
         try:
             while True:
                 # Without subscribers the subscription is kept warm, if it is ours to end.
                 forward = not track.paused or not (track.watched or self._published)
-                late = [one for one in self._established.values() if one.forward != forward]
+                late = {one for one in self._established.values() if one.forward != forward} - failed
                 if not late:
                     return
                 if forward and track.largest is not None:
                     # What comes from now on was promised; what was published meanwhile was not.
                     track.live_start = max(track.live_start, successor(track.largest))
-                for subscription in late:
-                    try:
-                        await subscription.update(forward=forward)
-                    except MoqtError as error:
-                        logger.info("%s: %s", self.name, printable(str(error)))
-                        await subscription.close()
+                for update in [self._update(one, forward=forward) for one in late]:
+                    await update
+                failed |= {one for one in late if one.forward != forward}
+                for subscription in late - failed:
                     track.saw(subscription.largest)
                 if forward:
                     self._recover()
         finally:
             self._steering = None
+
+    def _update(self, subscription: Subscription, **changes: Any) -> asyncio.Task[None]:
+        """Ask a publisher for a change. One that refuses ends its subscription (moqt 4.2)."""
+
+        async def update() -> None:
+            try:
+                await subscription.update(**changes)
+            except MoqtError as error:
+                logger.info("%s: %s", self.name, printable(str(error)))
+
+        return self._relay.spawn(update(), f"update of {self.name}")
 
     def _request_group(self, group: int) -> None:
         """Pass a NEW_GROUP_REQUEST on, unless it is of no use, or was made already (moqt 5.3)."""
@@ -443,13 +453,7 @@ class Feed:
             return
         self._group_request = wanted
         for subscription in self._established.values():
-            self._relay.spawn(self._pass_on(subscription, group), f"new Group of {self.name}")
-
-    async def _pass_on(self, subscription: Subscription, group: int) -> None:
-        try:
-            await subscription.update(new_group=group)
-        except MoqtError as error:
-            logger.info("%s: %s", self.name, printable(str(error)))
+            self._update(subscription, new_group=group)
 
     def _give_up(self) -> None:
         self._grace = None

@@ -21,11 +21,13 @@ from moqt import (
     Track,
     Tracks,
 )
+from moqt.delivery import Delivery
+from moqt.errors import RequestRefused
 from moqt.filters import RangeFilter, RangeKind
 from moqt.offers import Offer, publish
 from moqt.quic.api import QuicOptions
 from moqt.quic.memory import pair
-from moqt.wire import PropertyType
+from moqt.wire import PropertyType, RequestUpdate
 from tests.moqt.scene import (
     NAMESPACE,
     at_hand,
@@ -361,3 +363,29 @@ async def test_publish_state_notify_is_passed_on(relays: int) -> None:
         await asyncio.sleep(1)
         assert subscription.largest == Location(7, 3)
         await subscription.close()
+
+
+async def test_a_publisher_that_can_t_be_paused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked once; the relay goes on, and subscribers are told how it ends."""
+    track = make_track(b"k", one_subgroup=True)
+    honest = Delivery.update
+    asked = 0
+
+    def update(delivery: Delivery, message: RequestUpdate) -> None:
+        nonlocal asked
+        if delivery.track is track:
+            asked += 1
+            raise RequestRefused(RequestCode.INTERNAL_ERROR, "no")
+        honest(delivery, message)
+
+    async with network(track) as net:
+        subscription = await net.sessions[0].subscribe(track.name)
+        monkeypatch.setattr(Delivery, "update", update)
+        await subscription.update(forward=False)
+        await collect(subscription)
+        assert asked == 1
+        assert subscription.done is not None
+        assert subscription.done.status == DoneCode.UPDATE_FAILED
+        filled(track, [0], 1, SIZE)
+        async with await net.sessions[0].fetch(track.name, filter=EVERYTHING) as fetch:
+            assert len(objects(await collect(fetch))) == 1
