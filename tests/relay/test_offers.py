@@ -29,6 +29,7 @@ from moqt.quic.api import QuicOptions
 from moqt.quic.memory import pair
 from moqt.wire import PropertyType, RequestUpdate
 from tests.moqt.scene import (
+    EVERYTHING,
     NAMESPACE,
     at_hand,
     check_exactly_once,
