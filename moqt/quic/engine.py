@@ -40,7 +40,7 @@ from aioquic.quic.stream import FinalSizeError, QuicStream, StreamFinishedError
 
 from moqt.quic.api import Buffer, QuicOptions
 from moqt.quic.base import worth_telling
-from moqt.quic.receiving import read_varint, unprotect
+from moqt.quic.receiving import Fragments, read_varint, unprotect
 from moqt.quic.sending import (
     STREAM,
     STREAM_FIN,
@@ -62,6 +62,9 @@ AEAD_TAG: Final = 16
 ONE_RTT: Final = tls.Epoch.ONE_RTT
 KEY_UPDATE_PACKETS: Final = 1 << 22
 """Packets sent under one key, about 6 GB: half of what AES-GCM allows (RFC 9001 6.6). aioquic sets none."""
+
+MAX_FRAGMENTS: Final = 1024
+"""Pieces of one stream that may have arrived ahead of others (RFC 9000 21.6)."""
 
 # aioquic tells of TLS failures by a warning on stderr; they reach our callers as exceptions.
 logging.getLogger("quic").addHandler(logging.NullHandler())
@@ -255,6 +258,7 @@ class Engine(QuicConnection):
         sender = stream.sender
         if not sender.is_finished and sender._reset_error_code is None and not sender._buffer_stop:
             stream.sender = OrderedSender(stream_id, writable=True)
+        stream.receiver._ranges = Fragments()
         state = self._states[stream_id] = StreamState(stream, stream_id)
         return state
 
@@ -587,6 +591,8 @@ class Engine(QuicConnection):
                 event = receiver.handle_frame(QuicStreamFrame(data=data, fin=fin, offset=offset))
             except FinalSizeError as error:
                 raise QuicConnectionError(QuicErrorCode.FINAL_SIZE_ERROR, kind, str(error)) from error
+            if len(receiver._ranges) > MAX_FRAGMENTS:
+                raise QuicConnectionError(QuicErrorCode.INTERNAL_ERROR, kind, "Too many fragments")
             if fresh > 0:
                 self._local_max_data.used += fresh
             if event is None:

@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 from aioquic.quic.crypto import CryptoContext
 from aioquic.quic.packet import decode_packet_number
+from aioquic.quic.rangeset import RangeSet
 
-__all__ = ["read_varint", "unprotect"]
+__all__ = ["Fragments", "read_varint", "unprotect"]
+
+
+class Fragments(RangeSet):
+    """What has arrived of a stream out of order. aioquic looks at all ranges to add one, and how many there
+    are is up to the peer (RFC 9000 21.6).
+    """
+
+    def add(self, start: int, stop: int | None = None) -> None:
+        end = start + 1 if stop is None else stop
+        ranges: list[range] = self._RangeSet__ranges  # type: ignore[attr-defined]  # private, and so mangled
+        first = last = bisect_left(ranges, start, key=lambda known: known.stop)
+        while last < len(ranges) and ranges[last].start <= end:
+            last += 1
+        if first < last:
+            start, end = min(start, ranges[first].start), max(end, ranges[last - 1].stop)
+        ranges[first:last] = [range(start, end)]
 
 
 def unprotect(

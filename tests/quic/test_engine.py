@@ -12,12 +12,16 @@ from typing import TYPE_CHECKING
 import pytest
 from aioquic.quic.connection import QuicConnectionError
 from aioquic.quic.packet import QuicErrorCode
+from aioquic.quic.rangeset import RangeSet
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moqt.errors import StreamReset, StreamStopped, UsageError
 from moqt.quic import engine as engine_module
 from moqt.quic.api import QuicOptions, Stream
 from moqt.quic.connection import DATAGRAMS_WAITING, AioquicConnection
 from moqt.quic.memory import EverythingWaits, run_virtual
+from moqt.quic.receiving import Fragments
 from tests.quic.contract import Offer, noise, read_all, until_quiet
 from tests.quic.ends import Ends, Port, simulated_ends
 
@@ -298,6 +302,29 @@ async def test_payloads_that_break_the_rules(ends: Ends, payload: bytes, code: i
     with pytest.raises(QuicConnectionError) as caught:
         aioquic(ends.server).engine._read_payload(payload, asyncio.get_running_loop().time())
     assert caught.value.error_code == code
+
+
+async def test_a_stream_in_crumbs_closes_the_connection(ends: Ends) -> None:
+    """One byte of each two: what comes between would never have to come (RFC 9000 21.6)."""
+    engine, now = aioquic(ends.server).engine, asyncio.get_running_loop().time()
+
+    def crumb(number: int) -> bytes:  # STREAM with offset and length, on the client's stream 2.
+        return b"\x0e\x02" + (0x80000000 | 2 * number + 1).to_bytes(4) + b"\x01x"
+
+    for number in range(engine_module.MAX_FRAGMENTS):
+        engine._read_payload(crumb(number), now)
+    with pytest.raises(QuicConnectionError) as caught:
+        engine._read_payload(crumb(engine_module.MAX_FRAGMENTS), now)
+    assert caught.value.error_code == QuicErrorCode.INTERNAL_ERROR
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9))))
+def test_fragments_are_kept_as_aioquic_keeps_them(added: list[tuple[int, int]]) -> None:
+    ours, theirs = Fragments(), RangeSet()
+    for start, size in added:
+        ours.add(start, start + size)
+        theirs.add(start, start + size)
+        assert list(ours) == list(theirs)
 
 
 async def test_data_on_a_stream_that_only_we_write(ends: Ends) -> None:
