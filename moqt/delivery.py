@@ -365,7 +365,6 @@ class Delivery(TrackWatcher):
         await self._scheduler.drain([subgroup.outgoing for subgroup in self._subgroups.values()])
         with suppress(TimeoutError):
             async with asyncio.timeout(self.session.limits.linger):
-                await self._scheduler.flush()
                 await self.session.connection.ping()
         reset = ResetCode[code.name] if code.name in ResetCode.__members__ else ResetCode.CANCELLED
         for key in list(self._subgroups):

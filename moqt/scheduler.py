@@ -229,12 +229,14 @@ class Scheduler:
             self._connection.kick()
 
     async def drain(self, streams: Collection[Outgoing]) -> None:
-        """Wait until all that these streams have now, and get meanwhile, is handed over. Raises
+        """Wait until all that these streams have now, and get meanwhile, is put into packets. Raises
         ConnectionClosed.
 
         It takes as long as the peer takes to give credit.
         """
-        await self._wait(lambda: not any(outgoing.waits for outgoing in streams))
+        await self._wait(
+            lambda: not any(one.waits or (one.stream is not None and one.stream.unsent) for one in streams)
+        )
 
     async def flush(self) -> None:
         """Wait until everything of the session is put into packets, which may be never while others go on

@@ -156,6 +156,11 @@ class Stream(ABC):
         The connection's own credit is another matter: `Connection.credit`.
         """
 
+    @property
+    @abstractmethod
+    def unsent(self) -> int:
+        """Bytes of this stream that were handed over and not yet put into a packet."""
+
     @abstractmethod
     def hand(self, data: Buffer, *, fin: bool = False) -> None:
         """Hand bytes over to be sent, without waiting.

@@ -170,11 +170,6 @@ class BaseStream(Stream):
         self._arrival.wake()
         self._take(size)
 
-    @property
-    @abstractmethod
-    def unsent(self) -> int:
-        """Bytes of this stream that were handed over and not yet put into a packet."""
-
     # What the transport reports.
 
     def received(self, data: bytes, fin: bool) -> None:

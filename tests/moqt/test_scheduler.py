@@ -40,6 +40,10 @@ class CountingStream(Stream):
     def credit(self) -> int:
         return self.window - len(self.data)
 
+    @property
+    def unsent(self) -> int:
+        return 0
+
     def hand(self, data: Buffer, *, fin: bool = False) -> None:
         assert not self.finished
         assert self.reset_code is None
