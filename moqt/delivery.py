@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moqt.authorization import Denied
-from moqt.errors import DoneCode, RequestCode, RequestRefused, ResetCode, StreamStopped
+from moqt.errors import DoneCode, RequestCode, RequestRefused, ResetCode, StreamStopped, UsageError
 from moqt.fetching import LAST, Puller, passes, seconds_of
 from moqt.filters import (
     MAX_VARINT,
@@ -20,11 +20,12 @@ from moqt.filters import (
     RangeFilter,
     check_range_filters,
 )
-from moqt.quic.api import Buffer
+from moqt.quic.api import Buffer, ConnectionClosed
 from moqt.requests import RequestStream
 from moqt.scheduler import Outgoing, Urgency
 from moqt.track import StoredObject, Track, TrackWatcher
 from moqt.wire import (
+    ObjectDatagram,
     ObjectStatus,
     Parameters,
     PublishDone,
@@ -32,6 +33,8 @@ from moqt.wire import (
     RequestUpdate,
     SubgroupEncoder,
     SubgroupHeader,
+    decode_properties,
+    encode_datagram,
 )
 
 if TYPE_CHECKING:
@@ -99,8 +102,11 @@ class Delivery(TrackWatcher):
 
     def on_object(self, item: StoredObject) -> None:
         """Send what the peer has asked for."""
+        if item.datagram:
+            self._send_datagram(item)
+            return
         key = (item.location.group, item.subgroup)
-        wanted = self._start <= item.location <= self._end and passes(item, self._range_filters)
+        wanted = self._selects(item)
         if wanted and self._forward and key not in self._refused:
             open_stream = self._subgroups.get(key)
             last = open_stream.last if open_stream else None
@@ -118,6 +124,9 @@ class Delivery(TrackWatcher):
 
     def on_piece(self, item: StoredObject, data: Buffer) -> None:
         """Pass on what has come, at once (cut-through)."""
+        if item.datagram:
+            self._send_datagram(item)
+            return
         subgroup = self._subgroups.get((item.location.group, item.subgroup))
         if subgroup is not None and subgroup.last is item:
             self._push(subgroup, item, data)
@@ -149,6 +158,26 @@ class Delivery(TrackWatcher):
         if self._ending is None and not self.over.is_set():
             self._ending = code
             self._finisher = self.session.spawn(self._finish(code), "PUBLISH_DONE")
+
+    def _send_datagram(self, item: StoredObject) -> None:
+        """Send an Object whose delivery mode is Datagram, when it is whole, or never (moqt 12.5)."""
+        if item.missing or not self._forward or not self._selects(item):
+            return
+        datagram = ObjectDatagram(
+            self.alias,
+            item.location,
+            item.priority,
+            decode_properties(item.properties),
+            item.status,
+            item.status is ObjectStatus.NORMAL and self._holds_group_end(item),
+            b"".join(item.since(0)),
+        )
+        with suppress(UsageError, ConnectionClosed):  # Too large for the path: dropped.
+            self.session.connection.send_datagram(encode_datagram(datagram))
+
+    def _selects(self, item: StoredObject) -> bool:
+        """Whether the filters let an Object pass."""
+        return self._start <= item.location <= self._end and passes(item, self._range_filters)
 
     def _send(self, key: tuple[int, int], item: StoredObject) -> None:
         subgroup = self._subgroups.get(key) or self._open(key, item)

@@ -188,6 +188,7 @@ class Puller:
             subgroup=item.subgroup,
             priority=item.priority,
             properties=item.properties,
+            datagram=item.datagram,
         )
         item.pins += 1
         try:

@@ -29,6 +29,7 @@ from moqt.wire import (
     EndOfRange,
     Event,
     FetchHeader,
+    ObjectDatagram,
     ObjectHeader,
     ObjectStatus,
     PayloadChunk,
@@ -37,6 +38,7 @@ from moqt.wire import (
     RangeStatus,
     SubgroupHeader,
     check_track_properties,
+    encode_properties,
     get,
     unknown_mandatory_properties,
 )
@@ -44,7 +46,7 @@ from moqt.wire import (
 if TYPE_CHECKING:
     from moqt.session import Session
 
-__all__ = ["Inlet", "Item", "RangeNotice", "ReceivedObject", "Reception", "Sink", "StreamEnd"]
+__all__ = ["DataHeader", "Inlet", "Item", "RangeNotice", "ReceivedObject", "Reception", "Sink", "StreamEnd"]
 
 LAST = Location(MAX_VARINT, MAX_VARINT)
 _DEFAULT_PRIORITY = 128
@@ -64,7 +66,7 @@ _PREALLOCATED = 64 * 1024
 @dataclass(frozen=True, slots=True)
 class ReceivedObject:
     """An Object as it came. `priority` is the effective Publisher Priority; `fill`: it came on a fill or
-    fetch stream.
+    fetch stream; `datagram` is its delivery mode.
     """
 
     location: Location
@@ -74,6 +76,7 @@ class ReceivedObject:
     status: ObjectStatus
     properties: Properties
     fill: bool
+    datagram: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,7 @@ class RangeNotice:
 
 Item: TypeAlias = ReceivedObject | StreamEnd | RangeNotice
 Header: TypeAlias = SubgroupHeader | FetchHeader
+DataHeader: TypeAlias = Header | ObjectDatagram
 
 
 class Inlet(ABC):
@@ -127,8 +131,8 @@ class Inlet(ABC):
         """Nothing more comes, because the connection or the request is over. Called after `end` too."""
 
 
-Sink = Callable[[Header], Inlet]
-"""Opens the inlet for a data stream."""
+Sink = Callable[[DataHeader], Inlet]
+"""Opens the inlet for a data stream, or for a datagram, which brings one Object."""
 
 
 class Reception(OwnRequest):
@@ -227,6 +231,35 @@ class Reception(OwnRequest):
         finally:
             self._streams.discard(stream)
             self._settle()
+
+    def take_datagram(self, datagram: ObjectDatagram) -> None:
+        """An Object came in a datagram: it is lost if there is no room for it."""
+        header = ObjectHeader(
+            datagram.location,
+            0,
+            datagram.priority,
+            datagram.properties,
+            encode_properties(datagram.properties),
+            datagram.status,
+            len(datagram.payload),
+            datagram=True,
+        )
+        if self._over or not self._wanted(header, None):
+            return
+        try:
+            if self.sink is not None:
+                inlet = self.sink(datagram)
+                write = inlet.object(header)
+                if write is not None and datagram.payload:
+                    write(memoryview(datagram.payload))
+                inlet.end(None)
+            elif self._room.is_set():
+                self._hold(len(datagram.payload))
+                self._take(header, bytearray(datagram.payload), None)
+                if datagram.end_of_group:
+                    self._ledger.end_group(datagram.location.group, datagram.location.object + 1)
+        except MalformedTrack as error:
+            self._malformed(error)
 
     @property
     def _over(self) -> bool:
@@ -449,6 +482,7 @@ class Reception(OwnRequest):
                     header.status,
                     header.properties,
                     request_id is not None,
+                    header.datagram,
                 )
             )
         self._hold(-len(payload))  # What came in part has come.

@@ -50,6 +50,7 @@ from moqt.wire import (
     Goaway,
     Message,
     MessageDecoder,
+    ObjectDatagram,
     Parameters,
     Publish,
     PublishNamespace,
@@ -590,8 +591,9 @@ class Session:
 
     def _on_datagram(self, data: bytes) -> None:
         try:
-            # Objects in datagrams are not taken; what no MOQT peer may send closes the session.
-            decode_datagram(data)
+            datagram = decode_datagram(data)
+            if isinstance(datagram, ObjectDatagram):
+                self.subscribing.on_datagram(datagram)
         except ProtocolError as error:
             self.abort(error.code, error.reason)
 

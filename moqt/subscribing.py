@@ -37,6 +37,7 @@ from moqt.wire import (
     FetchHeader,
     FetchOk,
     Message,
+    ObjectDatagram,
     ObjectHeader,
     PaddingHeader,
     Parameters,
@@ -503,6 +504,12 @@ class Subscribing:
         reception.begin(stream, header)
         self.identified()
         await reception.receive(stream, decoder, header, events)
+
+    def on_datagram(self, datagram: ObjectDatagram) -> None:
+        """An Object came in a datagram; one of a Track Alias that is not known is dropped (moqt 9)."""
+        subscription = self._by_alias.get(datagram.track_alias)
+        if subscription is not None:
+            subscription.take_datagram(datagram)
 
     def nameless(self, code: int) -> None:
         """A stream was reset before it said whose it is."""

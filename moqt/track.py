@@ -183,8 +183,12 @@ class Track:
         subgroup: int = 0,
         priority: int | None = None,
         properties: bytes = b"",
+        datagram: bool = False,
     ) -> bool:
         """Publish an Object. `payload` is its bytes, in one or several pieces, which are not copied.
+
+        With `datagram` subscribers get it in a QUIC datagram, which may be lost; it is dropped for those to
+        whom it is too large (moqt 12.5). It has no Subgroup then.
 
         `properties` are encoded (`moqt.wire.encode_properties`). Returns False when the same Object, byte for
         byte, is there already. Raises LocationTaken when another payload stands at this Location (kvcs 6,
@@ -201,6 +205,7 @@ class Track:
             subgroup,
             self.priority if priority is None else priority,
             properties,
+            datagram=datagram,
         )
         known = self.get(location)
         if known is not None:
@@ -214,7 +219,8 @@ class Track:
         entry = self._group(group)
         entry.objects[object_id] = item
         insort(entry.ids, object_id)
-        entry.subgroups[subgroup] = entry.subgroups.get(subgroup, (item,))[0], item
+        if not datagram:
+            entry.subgroups[subgroup] = entry.subgroups.get(subgroup, (item,))[0], item
         if self.largest is None or location > self.largest:
             self.largest = location
         self._tell(item)
@@ -404,6 +410,8 @@ class Track:
                 f"{self.name}: group {location.group} ended before object {entry.end}, "
                 f"so object {location.object} can't be published"
             )
+        if item.datagram:
+            return
         last = entry.subgroups.get(item.subgroup)
         if last is None:
             if self.one_subgroup and entry.subgroups:
@@ -430,7 +438,8 @@ class Track:
         entry = self._groups.get(location.group)
         last = entry.objects[entry.ids[-1]] if entry and entry.ids else None
         subgroup, priority = (last.subgroup, last.priority) if last else (0, self.priority)
-        return StoredObject(location, (), 0, subgroup, priority, b"", status)
+        datagram = last is not None and last.datagram
+        return StoredObject(location, (), 0, subgroup, priority, b"", status, datagram)
 
     def _tell(self, item: StoredObject) -> None:
         for watcher in list(self._watchers):
@@ -466,8 +475,8 @@ def _octets(piece: Buffer) -> Buffer:
     return piece if plain else memoryview(piece).cast("B")
 
 
-def _content(item: StoredObject) -> tuple[bytes, int, int, bytes]:
-    return b"".join(item.payload), item.subgroup, item.priority, item.properties
+def _content(item: StoredObject) -> tuple[bytes, int, int, bytes, bool]:
+    return b"".join(item.payload), item.subgroup, item.priority, item.properties, item.datagram
 
 
 class Tracks:

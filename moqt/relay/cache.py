@@ -713,7 +713,9 @@ class CachedTrack(Track):
             self.end_track(location)
         else:
             self.learn(location, Location(location.group, MAX_VARINT))
-        item = CachedObject(location, (), 0, header.subgroup, priority, b"", header.status, ends=ends)
+        item = CachedObject(
+            location, (), 0, header.subgroup, priority, b"", header.status, header.datagram, ends=ends
+        )
         if live:
             self._tell_once(item)
 

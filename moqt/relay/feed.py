@@ -20,15 +20,15 @@ from moqt.fetching import successor
 from moqt.filters import GroupOrder, LocationFilter
 from moqt.names import FullTrackName, printable
 from moqt.offers import Offer
-from moqt.reception import Header, Inlet
+from moqt.reception import DataHeader, Inlet
 from moqt.relay.cache import CachedTrack
 from moqt.relay.holes import Holes
-from moqt.relay.inlets import FetchInlet, SubgroupInlet
+from moqt.relay.inlets import FetchInlet, live_inlet
 from moqt.relay.refusals import refusal
 from moqt.session import Session
 from moqt.subscribing import Fill, StreamEnd, Subscription
 from moqt.track import Wanted
-from moqt.wire import PropertyType, SubgroupHeader, get
+from moqt.wire import FetchHeader, PropertyType, get
 
 if TYPE_CHECKING:
     from moqt.relay.relay import Relay
@@ -263,11 +263,11 @@ class Feed:
         track = self.track
         filling: FetchInlet | None = None
 
-        def sink(header: Header) -> Inlet:
-            if isinstance(header, SubgroupHeader):
-                return SubgroupInlet(track, header)
-            assert filling is not None  # The stream waits for the reply.
-            return filling
+        def sink(header: DataHeader) -> Inlet:
+            if isinstance(header, FetchHeader):
+                assert filling is not None  # The stream waits for the reply.
+                return filling
+            return live_inlet(track, header)
 
         try:
             with self._relay.asking(session):
@@ -302,9 +302,9 @@ class Feed:
             raise RequestRefused(RequestCode.UNINTERESTED, "the Track is subscribed to already")
         track = self.track
 
-        def sink(header: Header) -> Inlet:
-            assert isinstance(header, SubgroupHeader)
-            return SubgroupInlet(track, header)
+        def sink(header: DataHeader) -> Inlet:
+            assert not isinstance(header, FetchHeader)
+            return live_inlet(track, header)
 
         track.describe(offer.properties)
         track.saw(offer.largest)

@@ -13,9 +13,9 @@ from moqt.locations import LocationSet
 from moqt.reception import Inlet
 from moqt.relay.cache import MAX_RANGES, CachedTrack, Writer
 from moqt.track import Hole
-from moqt.wire import EndOfRange, ObjectHeader, ObjectStatus, RangeStatus, SubgroupHeader
+from moqt.wire import EndOfRange, ObjectDatagram, ObjectHeader, ObjectStatus, RangeStatus, SubgroupHeader
 
-__all__ = ["FetchInlet", "SubgroupInlet", "gaps"]
+__all__ = ["FetchInlet", "SubgroupInlet", "gaps", "live_inlet"]
 
 
 class SubgroupInlet(Inlet):
@@ -67,6 +67,39 @@ class SubgroupInlet(Inlet):
         if self._last is not None:
             assert self._subgroup is not None
             self._track.close_stream(self._header.group, self._subgroup, code, resume=resume)
+
+
+class DatagramInlet(Inlet):
+    """Brings an Object that came in a datagram into the Track."""
+
+    def __init__(self, track: CachedTrack, datagram: ObjectDatagram) -> None:
+        self._track = track
+        self._datagram = datagram
+
+    def object(self, header: ObjectHeader) -> Callable[[memoryview], None] | None:
+        writer = self._track.begin(header, live=True, ends=self._datagram.end_of_group)
+        return None if writer is None else writer.write
+
+    def marker(self, event: EndOfRange) -> None:
+        raise AssertionError("no End of Range in a datagram")
+
+    async def room(self) -> bool:
+        return True
+
+    def end(self, code: int | None) -> None:
+        if self._datagram.end_of_group:
+            location = self._datagram.location
+            self._track.end_group(location.group, location.object + 1)
+
+    def cut(self) -> None:
+        """All that there is came at once."""
+
+
+def live_inlet(track: CachedTrack, header: SubgroupHeader | ObjectDatagram) -> Inlet:
+    """For what a subscription brings."""
+    if isinstance(header, ObjectDatagram):
+        return DatagramInlet(track, header)
+    return SubgroupInlet(track, header)
 
 
 class FetchInlet(Inlet):

@@ -519,9 +519,10 @@ async def test_objects_are_the_same_whichever_way_they_came(relays: int) -> None
             location = Location(group, object_id)
             data = noise(location, 40_000 * object_id)
             properties: Properties = ((0x3C0, object_id), (0x3C1, b"opaque")) if object_id else ()
-            more = {"subgroup": object_id % 2, "priority": 10 * group + object_id % 2}
-            track.append(group, object_id, data, properties=encode_properties(properties), **more)
-            published[location] = (bytes(data), more["subgroup"], more["priority"], properties)
+            subgroup, priority = object_id % 2, 10 * group + object_id % 2
+            encoded = encode_properties(properties)
+            track.append(group, object_id, data, properties=encoded, subgroup=subgroup, priority=priority)
+            published[location] = (bytes(data), subgroup, priority, properties)
 
     async with tree(relays=relays, subscribers=4, jitter=0.01, seed=relays) as made:
         made.tracks.add(track)
