@@ -171,7 +171,7 @@ async def announce(session: Session) -> None:
         while True:
             await changed.wait()
             changed.clear()
-            present = session.tracks.namespaces
+            present = dict.fromkeys(session.tracks.namespaces)
             for namespace in [known for known in told if known not in present]:
                 told.pop(namespace).set()
             for namespace in present:
@@ -306,34 +306,46 @@ class _NamespaceFeed:
         self._prefix = prefix
         self._authority = authority
         self._sent: set[TrackNamespace] = set()
+        self._changes: dict[TrackNamespace, None] = {}
+        """What may have come or gone; to look at all there is would be a lot for each change."""
+        self._changed = asyncio.Event()
         # Suffixes have a meaning only with the prefix of their time: one of both speaks at a time.
         self._speaking = asyncio.Lock()
 
     async def serve(self) -> None:
         claim(self._session, self._session.publishing.prefixes, self._prefix)
         over = asyncio.Event()
-        changed = _watched(self._session)
         teller = None
+        self._begin()
+        self._session.tracks.watch(self._on_change)
         self._authority.when_lost(_canceller(self._stream, over))
         self._session.tracks.wanted(self._session, self._prefix, True)
         try:
             await self._stream.send(self._ok())
-            teller = self._session.spawn(self._tell(changed), "NAMESPACE")
+            teller = self._session.spawn(self._tell(), "NAMESPACE")
             await self._session.publishing.follow(
-                self._stream,
-                self._authority,
-                over,
-                lambda message: self._update(message, changed),
-                fail=over.set,
+                self._stream, self._authority, over, self._update, fail=over.set
             )
         finally:
-            self._session.tracks.unwatch(changed.on_change)
+            self._session.tracks.unwatch(self._on_change)
             self._session.tracks.wanted(self._session, self._prefix, False)
             self._session.publishing.prefixes.remove(self._prefix)
             if teller is not None:
                 teller.cancel()
 
-    async def _update(self, message: RequestUpdate, changed: asyncio.Event) -> None:
+    def _begin(self) -> None:
+        """Look at all there is."""
+        self._sent.clear()
+        here = (known for known in self._session.tracks.namespaces if is_prefix(self._prefix, known))
+        self._changes = dict.fromkeys(here)
+        self._changed.set()
+
+    def _on_change(self, namespace: TrackNamespace, _present: bool) -> None:
+        if is_prefix(self._prefix, namespace):
+            self._changes[namespace] = None
+            self._changed.set()
+
+    async def _update(self, message: RequestUpdate) -> None:
         async with self._speaking:
             wanted = message.parameters.prefix
             if wanted is not None and wanted != self._prefix:
@@ -341,30 +353,31 @@ class _NamespaceFeed:
                 self._session.tracks.wanted(self._session, wanted, True)
                 self._session.tracks.wanted(self._session, self._prefix, False)
                 self._prefix = wanted
-                self._sent.clear()
-                changed.set()
+                self._begin()
             await self._stream.send(self._ok())
 
     def _ok(self) -> RequestOk:
         return RequestOk(Parameters(expires=self._authority.expires))
 
-    async def _tell(self, changed: asyncio.Event) -> None:
+    async def _tell(self) -> None:
         while True:
-            await changed.wait()
+            await self._changed.wait()
             async with self._speaking:
-                changed.clear()
+                self._changed.clear()
                 await self._tell_changes()
 
     async def _tell_changes(self) -> None:
         length = len(self._prefix)
-        present = [known for known in self._session.tracks.namespaces if is_prefix(self._prefix, known)]
-        for namespace in sorted(self._sent.difference(present)):
-            self._sent.discard(namespace)
-            await self._say(NamespaceDone(namespace[length:]))
-        for namespace in present:
-            if namespace not in self._sent:
+        while self._changes:
+            namespace = next(iter(self._changes))
+            del self._changes[namespace]
+            present = self._session.tracks.announces(namespace)
+            if present and namespace not in self._sent:
                 self._sent.add(namespace)
                 await self._say(Namespace(namespace[length:]))
+            elif not present and namespace in self._sent:
+                self._sent.discard(namespace)
+                await self._say(NamespaceDone(namespace[length:]))
 
     async def _say(self, message: Message) -> None:
         if not self._stream.finished:  # A refused update ends it.

@@ -568,6 +568,10 @@ class Tracks:
         """The announced namespaces, first announced first."""
         return tuple(self._namespaces)
 
+    def announces(self, namespace: TrackNamespace) -> bool:
+        """Whether the namespace is announced."""
+        return namespace in self._namespaces
+
     def announce(self, namespace: TrackNamespace) -> None:
         """Tell every session that Tracks under `namespace` are here."""
         check_namespace(namespace)

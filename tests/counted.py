@@ -1,10 +1,10 @@
-"""Numbers that count how often they are compared: what work a peer can cause, without a clock."""
+"""Numbers and bytes that count how often they are compared: what work a peer can cause, without a clock."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-__all__ = ["Counted"]
+__all__ = ["Counted", "CountedField"]
 
 
 class Counted(int):
@@ -33,3 +33,15 @@ class Counted(int):
         return int.__ge__(self, other)
 
     __hash__ = int.__hash__
+
+
+class CountedField(bytes):
+    """A field of a namespace. `CountedField.comparisons` counts those of all of them."""
+
+    comparisons: ClassVar[int] = 0
+
+    def __eq__(self, other: object) -> bool:
+        CountedField.comparisons += 1
+        return bytes.__eq__(self, other)
+
+    __hash__ = bytes.__hash__

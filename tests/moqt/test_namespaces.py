@@ -13,6 +13,7 @@ from moqt.names import FullTrackName, TrackNamespace
 from moqt.namespaces import announce
 from moqt.quic.api import QuicOptions
 from moqt.subscribing import NamespaceEvent, NamespaceWatch
+from moqt.track import Tracks
 from moqt.wire import (
     Message,
     MessageDecoder,
@@ -30,6 +31,7 @@ from moqt.wire import (
     TrackStatus,
     encode,
 )
+from tests.counted import CountedField
 from tests.moqt.ends import (
     NAME,
     NAMESPACE,
@@ -458,3 +460,41 @@ async def test_closed_by_the_peer_while_watching() -> None:
         with pytest.raises(SessionClosed) as caught:
             await anext(watch)
         assert (caught.value.code, caught.value.reason, caught.value.remote) == (7, "bye", True)
+
+
+def counted(*fields: bytes) -> TrackNamespace:
+    return tuple(map(CountedField, fields))
+
+
+async def test_a_change_is_not_compared_with_all_there_is() -> None:
+    """With so many namespaces, and so many who want to know of some, each change costs little (moqt 21)."""
+    async with hostile() as (session, peer):
+        for number in range(400):
+            session.tracks.announce(counted(b"n%d" % number, b"x"))
+        talks = [await peer.ask(SubscribeNamespace(peer.id(), (b"n%d" % number,))) for number in range(50)]
+        for talk in talks:
+            assert isinstance(await talk.next(), RequestOk)
+            assert await talk.next() == Namespace((b"x",))
+        CountedField.comparisons = 0
+        session.tracks.announce(counted(b"n7", b"y"))
+        session.tracks.withdraw(counted(b"n8", b"x"))
+        assert await talks[7].next() == Namespace((b"y",))
+        assert await talks[8].next() == NamespaceDone((b"x",))
+        assert CountedField.comparisons < 500
+
+
+async def test_announcements_are_not_compared_with_each_other() -> None:
+    tracks = Tracks()
+    for number in range(100):
+        tracks.announce(counted(b"n%d" % number))
+    async with hostile(tracks=tracks) as (session, peer):
+        session.spawn(announce(session), "announce")
+        for _ in range(100):
+            talk, request = await peer.request()
+            assert isinstance(request, PublishNamespace)
+            await talk.say(RequestOk())
+        CountedField.comparisons = 0
+        tracks.announce(counted(b"more"))
+        _, request = await peer.request()
+        assert request.namespace == (b"more",)
+        assert CountedField.comparisons < 500
