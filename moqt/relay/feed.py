@@ -308,15 +308,19 @@ class Feed:
 
         track.describe(offer.properties)
         track.saw(offer.largest)
-        await offer.accept(sink=sink)
-        # A task of its own: the request's is cancelled when the session ends, before all is read.
-        waiting = self._sources.get(session)
-        task = self._start_source(session, self._follow_offer(session, offer))
-        if waiting is not None:  # The SUBSCRIBE that waits for a reply is completed by this.
-            waiting.cancel()
-        self._published.add(session)
-        self._relay.offer(self)
-        self.settle()
+        self._askers += 1
+        try:
+            await offer.accept(sink=sink)
+            # A task of its own: the request's is cancelled when the session ends, before all is read.
+            waiting = self._sources.get(session)
+            task = self._start_source(session, self._follow_offer(session, offer))
+            if waiting is not None:  # The SUBSCRIBE that waits for a reply is completed by this.
+                waiting.cancel()
+            self._published.add(session)
+            self._relay.offer(self)
+        finally:  # The publisher may be gone already.
+            self._askers -= 1
+            self.settle()
         await asyncio.wait((task,))
 
     async def _follow_offer(self, session: Session, offer: Offer) -> None:

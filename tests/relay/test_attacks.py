@@ -16,6 +16,7 @@ from moqt.quic.memory import Link, pair
 from moqt.relay import Relay
 from moqt.wire import (
     Parameters,
+    Publish,
     PublishNamespace,
     RequestError,
     SubgroupEncoder,
@@ -124,6 +125,23 @@ async def test_nobody_can_have_a_publisher_asked_for_ever() -> None:
         assert answer.code == RequestCode.TIMEOUT
         await asyncio.sleep(60)
         assert 1 < net.publisher.stats.requests["Subscribe"] <= 21
+
+
+@pytest.mark.parametrize("leave", ["stop", "reset", "close"])
+async def test_a_publisher_that_is_gone_at_once_leaves_nothing(leave: str) -> None:
+    """Nobody must make a relay remember Tracks by PUBLISHes that it can't answer."""
+    async with network(subscribers=0) as net, guest(net) as peer:
+        for number in range(20):
+            name = FullTrackName(NAME.namespace, b"%d" % number)
+            talk = await peer.ask(Publish(peer.id(), name, number))
+            if leave == "stop":
+                talk.stream.stop(1)
+            elif leave == "reset":
+                talk.stream.reset(1)
+        if leave == "close":
+            peer.connection.close()
+        await asyncio.sleep(30)
+        assert not net.relays[0].feeds
 
 
 def calls_of(function: Callable[[], object]) -> int:
