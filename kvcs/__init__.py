@@ -3,8 +3,9 @@
 `Publisher` and `Subscriber` are where to start; `moqt.serve` and `moqt.connect` make the sessions they need.
 """
 
-from kvcs.assembly import Layer, Missing
-from kvcs.discovery import Found, discover, discover_in_scope
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from kvcs.errors import (
     FileFault,
     InvalidDescriptor,
@@ -22,7 +23,11 @@ from kvcs.layout import Order
 from kvcs.manifest import Manifest
 from kvcs.names import DataTrack, PublicationName
 from kvcs.publisher import Publication, Publisher, Segment
-from kvcs.subscriber import CacheIncomplete, NothingFound, Reception, Subscriber
+
+if TYPE_CHECKING:
+    from kvcs.assembly import Layer, Missing
+    from kvcs.discovery import Found, discover, discover_in_scope
+    from kvcs.subscriber import CacheIncomplete, NothingFound, Reception, Subscriber
 
 __all__ = [
     "CacheIncomplete",
@@ -55,3 +60,19 @@ __all__ = [
     "discover",
     "discover_in_scope",
 ]
+
+_OF_CONSUMERS = {
+    "kvcs.assembly": ("Layer", "Missing"),
+    "kvcs.discovery": ("Found", "discover", "discover_in_scope"),
+    "kvcs.subscriber": ("CacheIncomplete", "NothingFound", "Reception", "Subscriber"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """What only a consumer needs is imported with its first use: a publisher lives beside an engine, and does
+    without.
+    """
+    for module, names in _OF_CONSUMERS.items():
+        if name in names:
+            return getattr(import_module(module), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
