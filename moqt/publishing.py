@@ -219,7 +219,10 @@ class Publishing:
                     await _change(track)
             authority.check()
             reply = FetchOk(
-                track.ended is not None and told == track.largest,
+                # What lies between may still be on its way to a cache that knows of the end.
+                track.ended is not None
+                and told == track.largest
+                and track.gap(successor(told), track.ended) is None,
                 told,
                 Parameters(),
                 _properties(track, parameters),

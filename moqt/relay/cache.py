@@ -436,6 +436,7 @@ class CachedTrack(Track):
         """The Track is malformed: all that is sent of it ends, nothing of it is kept (moqt 15 #5)."""
         if not self.fault:
             self.fault = reason
+            self._deferred = None
             if self.disk is not None:
                 self.disk.drop()
             self.clear()
@@ -482,11 +483,31 @@ class CachedTrack(Track):
     def catch_up(self) -> None:
         """Tell the watchers what they were not told, in order."""
         deferred, self._deferred = self._deferred, None
+        for item in self._torn():  # It will not come whole.
+            self._told.add(item.location, item.location)
         if self.largest is not None:
             for item in list(self.objects(self.live_start, self.largest)):
                 self._tell_once(item)
         for tell in deferred or ():
             tell()
+
+    @property
+    def torn(self) -> bool:
+        """Whether an Object is still coming though a later one of its Subgroup is here, as after a fetch that
+        has overtaken a subscription: neither can follow the other on a stream.
+        """
+        return bool(self._torn())
+
+    def _torn(self) -> set[StoredObject]:
+        return {
+            item
+            for item in self._partial
+            if item.location >= self.live_start
+            and any(
+                other.subgroup == item.subgroup and number > item.location.object
+                for number, other in self._groups[item.location.group].objects.items()
+            )
+        }
 
     def live_gap(self) -> tuple[Location, Location] | None:
         """What somebody was promised and is not here."""
@@ -518,9 +539,7 @@ class CachedTrack(Track):
         self.on_group_request(group)
 
     def close(self, code: DoneCode) -> None:
-        super().close(code)
-        self._tell_disk()
-        self.on_idle()
+        self._tell_or_defer(lambda: self._close(code))
 
     @property
     def subscribers(self) -> int:
@@ -722,6 +741,11 @@ class CachedTrack(Track):
     def _ids_of(self, group: int) -> Sequence[int]:
         entry = self._groups.get(group)
         return entry.ids if entry is not None else ()
+
+    def _close(self, code: DoneCode) -> None:
+        super().close(code)
+        self._tell_disk()
+        self.on_idle()
 
     def _tell_once(self, item: StoredObject) -> None:
         self._tell_or_defer(lambda: self._tell_now(item))

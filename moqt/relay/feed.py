@@ -461,6 +461,8 @@ class Feed:
 
     def _give_up(self) -> None:
         self._grace = None
+        self._broken = False
+        self.track.catch_up()
         self.track.give_up()
         self.track.close(DoneCode.INTERNAL_ERROR)
 
@@ -484,7 +486,13 @@ class Feed:
     async def _catch_up(self) -> None:
         track = self.track
         try:
-            while (gap := track.live_gap()) is not None and track.watched:
+            while track.watched:
+                gap = track.live_gap()
+                if gap is None and not track.torn:
+                    break
+                if gap is None:
+                    await track.changes()
+                    continue
                 hole = self._holes.fill(track, *gap, GroupOrder.ASCENDING)
                 while not hole.done:
                     hole.ahead = 0  # They are used when all is here.
@@ -493,4 +501,5 @@ class Feed:
                     break
         finally:
             self._recovery = None
-            track.catch_up()
+            if not self._broken:  # Else the publisher was lost again: whoever comes next has it.
+                track.catch_up()

@@ -170,6 +170,7 @@ class Holes:
 
     async def _fetch(self, track: CachedTrack, hole: Hole, order: GroupOrder) -> None:
         tried: set[Session] = set()
+        hurried: set[Session] = set()
         errors: list[MoqtError] = []
         while next(gaps(track, hole.start, hole.end), None) is not None:
             session = None
@@ -183,11 +184,18 @@ class Holes:
             tried.add(session)
             try:
                 async with self._relay.fetches(session, FETCHES):
-                    hasty = session in self._relay.silent or bool(self._relay.others(track.name, tried))
-                    await self._fetch_from(
-                        track, session, hole, order, HASTE if hasty else self._relay.answer
-                    )
+                    others = bool(self._relay.others(track.name, tried))
+                    hasty = session not in hurried and (others or session in self._relay.silent)
+                    patience = self._relay.answer - (HASTE if session in hurried else 0.0)
+                    await self._fetch_from(track, session, hole, order, HASTE if hasty else patience)
                 return
+            except DeadlineExceeded as error:
+                logger.info("%s: a fetch of %s broke: %s", session.connection.id, track.name, error)
+                if hasty and not others:  # Nobody else has it: it may just be slow.
+                    hurried.add(session)
+                    tried.discard(session)
+                else:
+                    errors.append(error)
             except MalformedTrack as error:
                 self._malformed(hole, error)
                 return

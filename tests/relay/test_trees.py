@@ -182,7 +182,7 @@ async def test_late_join_at_every_object_boundary(relays: int, boundary: int) ->
 @given(
     relays=st.integers(1, 2),
     joins=st.lists(st.integers(0, STEPS), min_size=2, max_size=2),
-    cuts=st.lists(st.tuples(st.integers(0, STEPS), st.integers(0, 1)), max_size=1),
+    cuts=st.lists(st.tuples(st.integers(0, STEPS), st.integers(0, 1)), max_size=3),
     outage=st.integers(0, 12),
     pauses=st.lists(st.sampled_from([0.0, 0.001, 0.004, 0.011, 0.03]), min_size=1, max_size=12),
     seed=st.integers(0, 2**32),
@@ -199,8 +199,8 @@ def test_join_in_any_interleaving_with_cuts(
     pauses: list[float],
     **link: Any,
 ) -> None:
-    """Two consumers come at any time, and a link between publisher and relays breaks, for `outage` steps of
-    the production, which goes on: each subscription and its fill bring each Object once.
+    """Two consumers come at any time, and links between publisher and relays break, for `outage` steps of the
+    production, which goes on: each subscription and its fill bring each Object once.
     """
 
     async def consume(session: Session, name: FullTrackName, joined: asyncio.Event) -> list[ReceivedObject]:
@@ -215,7 +215,11 @@ def test_join_in_any_interleaving_with_cuts(
         return objects(items)
 
     async def main() -> None:
-        async with tree(relays=relays, subscribers=2, **link) as made, asyncio.TaskGroup() as group:
+        longer = {"grace": 60.0, "upstream_wait": 60.0}  # than all outages together
+        async with (
+            tree(relays=relays, subscribers=2, relay_options=longer, **link) as made,
+            asyncio.TaskGroup() as group,
+        ):
             publication = made.publisher().publish(TOKENS)
             tracks = list(publication.segment.tracks.values())
             steps = put_one_by_one(publication.segment, CACHE)
