@@ -11,7 +11,9 @@ from moqt.limits import Limits
 from moqt.options import REQUIRED, option
 from moqt.quic.api import QuicOptions
 from moqt.quic.udp import ListenLimits
+from moqt.relay.database import LEAST_BYTES
 from moqt.relay.relay import CACHE_BYTES
+from moqt.relay.store import CACHE_DIR_BYTES
 from moqt.uri import Served
 
 __all__ = ["PREFIX", "Settings"]
@@ -46,6 +48,12 @@ class Settings(Connecting):
         5.0, "SECONDS", "give sessions so long to take what is in flight when told to go", least=0
     )
     cache_bytes: int = option(CACHE_BYTES, "N", "most bytes of Objects to keep", least=0, section="cache")
+    cache_dir: Path | None = option(
+        None, "DIR", "keep Objects on disk, too, and what is complete there across restarts"
+    )
+    cache_dir_bytes: int = option(
+        CACHE_DIR_BYTES, "N", "most bytes that the files in DIR may have", least=LEAST_BYTES
+    )
     linger: float = option(
         10.0, "SECONDS", "keep an upstream subscription so long when its last subscriber has left", least=0
     )

@@ -23,7 +23,8 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -62,6 +63,9 @@ PAGE: Final = 16 << 10
 STATEMENT: Final = 1 << 20
 ROWS: Final = 64
 """Bytes and Objects for one INSERT."""
+
+MARKS: Final = 256
+"""Objects for one UPDATE."""
 
 VICTIMS: Final = 64
 """Objects that are thrown out at a time."""
@@ -319,9 +323,9 @@ class Database:
             self._connection.executescript("PRAGMA incremental_vacuum")
         self._execute(f"PRAGMA max_page_count = {self._limit // PAGE}")
 
-    def _why(self, error: Exception) -> str:
-        if not isinstance(error, sqlite3.Error):
-            return f"{self.path.parent} can't be used for the cache: {error}"
+    def _why(self, error: OSError | sqlite3.Error) -> str:
+        if isinstance(error, OSError):
+            return f"{self.path.parent} can't be used for the cache: {error.strerror}"
         code = getattr(error, "sqlite_errorcode", None)
         if code == sqlite3.SQLITE_BUSY:
             return f"{self.path.parent} is in use by another relay: each needs a directory of its own"
@@ -397,10 +401,15 @@ class Database:
         self._insert_objects(batch.objects, use)
         for number, first, last in batch.absent:
             self._execute("REPLACE INTO absent VALUES (?, ?, ?)", (number, _key(first), _key(last)))
-        for number, location in batch.used:
-            self._execute(
-                "UPDATE objects SET used = ? WHERE track = ? AND location = ?", (use, number, _key(location))
-            )
+        for track_id, used in groupby(sorted(batch.used), key=itemgetter(0)):
+            keys = [_key(location) for _, location in used]
+            for index in range(0, len(keys), MARKS):
+                some = keys[index : index + MARKS]
+                marks = ", ".join("?" * len(some))
+                self._execute(
+                    f"UPDATE objects SET used = ? WHERE track = ? AND location IN ({marks})",
+                    (use, track_id, *some),
+                )
         self._next_use = use + 1
 
     def _insert_objects(self, objects: list[tuple[int, KeptObject]], use: int) -> None:

@@ -100,6 +100,11 @@ class Metrics(Collector):
         yield _counter("cache_hits", "Objects that fetches and fills took from the cache", relay.cache.hits)
         yield _counter("cache_misses", "Objects that had to be fetched for them", relay.cache.misses)
         yield _counter("cache_evictions", "Objects thrown out to make room", relay.cache.evicted)
+        if (store := relay.store) is not None:
+            yield _gauge("cache_dir_bytes", "Bytes of the cache on disk that hold something", store.bytes)
+            yield _gauge("cache_dir_limit_bytes", "Bytes that it may have", store.limit)
+            yield _gauge("cache_dir_unwritten", "Objects and Tracks that wait for the disk", store.unwritten)
+            yield _counter("cache_dir_skipped", "Objects that the disk did not take", store.skipped)
 
 
 Values = float | Iterable[tuple[Sequence[str], float]]

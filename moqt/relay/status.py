@@ -50,7 +50,7 @@ class Status:
     def report(self) -> dict[str, Any]:
         """Times are in seconds, sizes in bytes. What a peer has said is escaped."""
         relay, sessions = self.relay, list(self.stats.sessions)
-        cache = relay.cache
+        cache, store = relay.cache, relay.store
         return {
             "draining": self.draining,
             "uptime": round(self._since(self.started), 1),
@@ -62,6 +62,14 @@ class Status:
                 "evicted": cache.evicted,
                 "hits": cache.hits,
                 "misses": cache.misses,
+            },
+            "cache_dir": None
+            if store is None
+            else {
+                "bytes": store.bytes,
+                "limit": store.limit,
+                "unwritten": store.unwritten,
+                "skipped": store.skipped,
             },
             "session_count": len(sessions),
             "sessions": [self._session(session) for session in sessions[:MOST]],

@@ -59,8 +59,11 @@ RETRY: Final = 30.0
 MAX_ABSENT: Final = 1 << 16
 """Ranges without Objects that are remembered for each Track."""
 
-MAX_USED: Final = 1 << 16
-"""Objects of which it is remembered that they were used, until something is written."""
+USE: Final = 60.0
+"""Seconds for which it is gathered which Objects are used."""
+
+MAX_USED: Final = 1 << 13
+"""Objects of which that is remembered."""
 
 
 class DiskTrack:
@@ -171,6 +174,7 @@ class Store:
         self.skipped = 0
         self.tracks: dict[FullTrackName, DiskTrack] = {}
         """Of which something is stored, or about to be."""
+        self.limit = limit
         self._clock = clock
         self._most = min(QUEUE, limit // 8)
         """Bytes of the largest Object that is kept."""
@@ -179,7 +183,8 @@ class Store:
         self._waiting: set[CachedObject] = set()
         """Those in the queue, and those that are being written."""
         self._changed: set[DiskTrack] = set()
-        self._used: dict[tuple[int, Location], None] = {}
+        self._used: set[tuple[int, Location]] = set()
+        self._used_since = -math.inf
         self._dropped: set[int] = set()
         self._expires = math.inf
         self._writing: asyncio.Future[Outcome] | None = None
@@ -224,6 +229,12 @@ class Store:
         return DiskTrack(self, KeptTrack(self._last_number, name), LocationSet(), LocationSet())
 
     @property
+    def unwritten(self) -> int:
+        """Objects, and Tracks of which something is new, that wait for the disk."""
+        new = len(self._changed) + len(self._dropped) + (self._writing is not None)
+        return len(self._waiting) + new
+
+    @property
     def ahead(self) -> float:
         """Seconds by which `clock` is ahead of the event loop's."""
         return self._clock() - asyncio.get_running_loop().time()
@@ -249,7 +260,7 @@ class Store:
     def use(self, track: DiskTrack, location: Location) -> None:
         """An Object on disk was wanted just now."""
         if len(self._used) < MAX_USED:
-            self._used[track.id, location] = None
+            self._used.add((track.id, location))
 
     def describe(self, track: DiskTrack) -> None:
         """Write what is known of a Track, if any Object of it is kept."""
@@ -309,7 +320,12 @@ class Store:
 
     def _gather(self) -> tuple[Batch, list[tuple[DiskTrack, CachedObject]]]:
         """What is written next, and the Objects of it as they are in memory."""
-        batch = Batch(used=list(self._used), dropped=list(self._dropped))
+        batch = Batch(dropped=list(self._dropped))
+        now = asyncio.get_running_loop().time()
+        if now >= self._used_since + USE:
+            batch.used = list(self._used)
+            self._used.clear()
+            self._used_since = now
         flight = []
         ahead = self.ahead
         size = 0
@@ -328,7 +344,6 @@ class Store:
             batch.absent += [(track.id, *found) for found in track.unwritten]
             track.unwritten.clear()
         self._changed.clear()
-        self._used.clear()
         return batch, flight
 
     def _written(self, outcome: Outcome, batch: Batch, flight: list[tuple[DiskTrack, CachedObject]]) -> None:

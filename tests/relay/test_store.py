@@ -21,7 +21,7 @@ from moqt.filters import MAX_VARINT
 from moqt.locations import LocationSet
 from moqt.relay.cache import CachedObject
 from moqt.relay.database import LEAST_BYTES, KeptObject, KeptTrack, Outcome, StoreFailed
-from moqt.relay.store import GATHER, RETRY, DiskTrack, Store
+from moqt.relay.store import GATHER, RETRY, USE, DiskTrack, Store
 
 pytestmark = pytest.mark.virtual
 
@@ -183,7 +183,7 @@ async def test_what_makes_room_is_told(tmp_path: Path) -> None:
         for number in range(20):
             track.use(Location(0, 0))
             track.keep(an_object(0, number, 1_000_000))
-            await asyncio.sleep(1)
+            await asyncio.sleep(2 * USE)
             assert store.bytes <= LEAST_BYTES
         assert len(lacking) == 1
         assert not lacking[0]
