@@ -72,14 +72,10 @@ class Offer(Subscription):
     async def accept(self, *, sink: Sink | None = None) -> None:
         """Send PUBLISH_OK. Objects go into `sink` as they come, if one is given, and not into the queue.
 
-        Raises RequestRefused for impossible Track Properties, and when there is a subscription to the Track
-        under the same alias already.
+        Raises RequestRefused when there is a subscription to the Track under the same alias already.
         """
         try:
-            check_track_properties(self.properties)
             self.open()
-        except MalformedTrack as error:
-            raise RequestRefused(RequestCode.MALFORMED_TRACK, str(error)) from None
         except UsageError as error:
             raise RequestRefused(RequestCode.INTERNAL_ERROR, str(error)) from None
         self.sink = sink
@@ -116,6 +112,10 @@ async def take_offer(session: Session, stream: RequestStream, message: Publish, 
     """Hand a PUBLISH to whoever wants it, until it is over. Raises RequestRefused."""
     if unknown_mandatory_properties(message.properties):  # moqt 13.1
         raise RequestRefused(RequestCode.UNSUPPORTED_EXTENSION, "the Track has an unknown mandatory property")
+    try:  # moqt 20.1: before anybody takes them over.
+        check_track_properties(message.properties)
+    except MalformedTrack as error:
+        raise RequestRefused(RequestCode.MALFORMED_TRACK, str(error)) from None
     offer = Offer(session, stream, message, authority)
 
     def revoke(denied: Denied) -> None:

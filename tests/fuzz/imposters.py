@@ -13,12 +13,25 @@ from typing import Final
 from moqt import Fill, FullTrackName, GroupOrder, LocationFilter, Session
 from moqt.errors import MoqtError
 from moqt.quic.api import Connection, NoStreamCredit, Stream
-from moqt.wire import Fetch, MessageDecoder, Request, Subscribe, SubscribeNamespace
+from moqt.wire import Fetch, MessageDecoder, Request, Subscribe, SubscribeNamespace, SubscribeTracks
 from tests.fuzz.attacks import PLAIN, Attacker
-from tests.fuzz.material import DONE, ERROR, FETCH_OK, NOTIFY, OK, REPLIES, SETUP, SUBSCRIBE_OK, Material
+from tests.fuzz.material import (
+    DONE,
+    ERROR,
+    FETCH_OK,
+    NOTIFY,
+    OK,
+    PUBLISH,
+    REPLIES,
+    SETUP,
+    SKIPPED,
+    SUBSCRIBE_OK,
+    UPDATE,
+    Material,
+)
 from tests.fuzz.material import NAMESPACE as HERE
 from tests.fuzz.material import NAMESPACE_DONE as GONE
-from tests.moqt.hostile import frame, namespace, vi
+from tests.moqt.hostile import frame, full_name, namespace, vi
 
 __all__ = ["WISHES", "Imposter"]
 
@@ -41,6 +54,23 @@ class Imposter(Attacker):
     async def announce(self, fields: tuple[bytes, ...]) -> None:
         """Offer what is under a namespace."""
         await self.request(frame(0x06, vi(self.take_id()), namespace(*fields), vi(0)))
+
+    async def offer(self, m: Material, track: FullTrackName) -> None:
+        """PUBLISH a Track, and what belongs to it, before anybody has asked for it or after."""
+        alias = m.random.randrange(3, 6)
+        parameters = m.parameters(PUBLISH, most=1) if m.random.random() < 0.3 else vi(0)
+        properties = m.properties() if m.random.random() < 0.2 else b""
+        body = frame(PUBLISH, vi(self.take_id()), full_name(track), vi(alias), parameters, properties)
+        stream = await self.request(body)
+        if m.random.random() < 0.5:
+            await self.settle()
+        for _ in range(m.random.randrange(5)):
+            await self._send(m, m.subgroup(alias, group=m.random.randrange(5)))
+            self.datagram(m.object_datagram(alias)[:1000])
+        await asyncio.sleep(m.random.choice((0, 0.1, 0.4)))
+        for _ in range(m.random.choice((0, 1, 1, 3))):
+            await self.add(stream, m.message(m.random.choice((NOTIFY, DONE, UPDATE, OK)), self.take_id()))
+        self.leave(stream)
 
     async def _take_requests(self) -> None:
         while True:
@@ -74,6 +104,8 @@ class Imposter(Attacker):
                 await self.add(stream, spoils(_accepted(m, SUBSCRIBE_OK, alias)))
                 data = [m.subgroup(alias, group=m.random.randrange(5)) for _ in range(m.random.randrange(6))]
                 data += [m.fetch(request.request_id)] if request.parameters.fill else []
+                for _ in range(m.random.randrange(3)):
+                    self.datagram(m.object_datagram(alias)[:1000])
                 sequel = (NOTIFY, DONE, DONE, OK, ERROR, SUBSCRIBE_OK)
             case Fetch():
                 data = [m.fetch(request.request_id) for _ in range(m.random.choice((1, 1, 1, 2)))]
@@ -82,6 +114,11 @@ class Imposter(Attacker):
             case SubscribeNamespace():
                 await self.add(stream, spoils(frame(OK, vi(0))))
                 sequel = (HERE, HERE, HERE, GONE, GONE, OK)
+            case SubscribeTracks():
+                await self.add(stream, spoils(frame(OK, vi(0))))
+                for number in range(m.random.randrange(3)):
+                    self.run(self.offer(m, FullTrackName(request.prefix, b"%d" % number)))
+                sequel = (SKIPPED, SKIPPED, SKIPPED, HERE, OK, DONE)
             case _:
                 await self.add(stream, spoils(frame(OK, vi(0))))
                 sequel = (OK, ERROR, NOTIFY, DONE, HERE, FETCH_OK)
@@ -158,6 +195,12 @@ async def _watch(session: Session, track: FullTrackName) -> None:
             pass
 
 
+async def _tracks(session: Session, track: FullTrackName) -> None:
+    watch = await session.subscribe_tracks(track.namespace)
+    await asyncio.sleep(0.2)
+    await watch.close()
+
+
 async def _announce(session: Session, track: FullTrackName) -> None:
     announcement = await session.publish_namespace(track.namespace)
     await asyncio.sleep(0.05)
@@ -173,6 +216,7 @@ WISHES: Final[tuple[Callable[[Session, FullTrackName], Awaitable[None]], ...]] =
     _fetch_backwards,
     _status,
     _watch,
+    _tracks,
     _announce,
 )
 

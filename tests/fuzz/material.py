@@ -374,6 +374,18 @@ class Material:
             return vi(0x132B3E29) + bytes(self.random.randrange(100))
         return vi(self.random.randrange(0x40)) + b"".join(self.number() for _ in range(5)) + self.octets()
 
+    def object_datagram(self, alias: int) -> bytes:
+        """An Object of a Track that somebody may want (moqt 12.5)."""
+        flags = self.random.choice((0x00, 0x01, 0x02, 0x04, 0x08, 0x0C, 0x20, 0x24))
+        body = vi(flags, alias, self.random.randrange(5))
+        if not flags & 0x04:
+            body += vi(self.random.randrange(5))
+        if not flags & 0x08:
+            body += b"\x80"
+        if flags & 0x01:
+            body += prefixed(self.properties() or b"\x78\x01")
+        return body + (vi(self.random.choice((0, 3, 4))) if flags & 0x20 else self.octets())
+
     def data_stream(self) -> bytes:
         kind = self.random.random()
         if kind < 0.45:

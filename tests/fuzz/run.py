@@ -180,7 +180,10 @@ class _Run:
             async with self._stage.session(self._stage.relay_port) as victim:
                 with suppress(MoqtError):
                     await imposter.begin(honest=True)
-                    await imposter.announce(track.namespace)
+                    if random.random() < 0.6:
+                        await imposter.announce(track.namespace)
+                    else:
+                        imposter.run(imposter.offer(imposter.material, track))
                     await imposter.settle()
                 await wish(victim, track, random, seconds=0.6)
                 async with asyncio.timeout(PATIENCE):

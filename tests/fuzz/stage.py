@@ -21,10 +21,11 @@ from typing import Any, Final
 import moqt
 from certs.make import CertificateFiles
 from moqt import Fill, FullTrackName, Limits, LocationFilter, ReceivedObject, Session, Track, Tracks
+from moqt.authorization import AccessRequest, Action, Allowed, Decision, Denied
 from moqt.quic.api import Connection, QuicOptions
 from moqt.quic.udp import dial
 from moqt.relay import Relay
-from moqt.wire import DRAFT_22
+from moqt.wire import DRAFT_22, AliasType, Token
 
 __all__ = ["LIVE", "SERVED", "Failure", "Good", "Judge", "Stage", "resident", "stage"]
 
@@ -59,6 +60,22 @@ LIMITS: Final = Limits(
 PATIENT: Final = replace(LIMITS, reply_deadline=PATIENCE, setup_deadline=PATIENCE)
 """Those of the peers that behave: it is not for them to give up on a busy machine."""
 QUIC: Final = QuicOptions(idle_timeout=10.0, keepalive=None)
+
+
+SECRET: Final = Token(AliasType.USE_VALUE, type=0, value=b"the publisher that behaves")
+
+
+class Guard:
+    """Lets anybody do anything, but publish in the namespace of those who behave: without a policy a relay
+    can't know who is the right one.
+    """
+
+    async def decide(self, request: AccessRequest) -> Decision:
+        """As `moqt.authorization.Policy` asks."""
+        publishes = request.action in (Action.PUBLISH, Action.PUBLISH_NAMESPACE)
+        if not publishes or request.namespace[: len(NAMESPACE)] != NAMESPACE:
+            return Allowed()
+        return Allowed() if (0, SECRET.value) in request.tokens + request.held_tokens else Denied()
 
 
 class Failure(AssertionError):
@@ -269,7 +286,15 @@ def session(
     certificates: CertificateFiles, port: int, tracks: Tracks | None = None, limits: Limits = PATIENT
 ) -> AbstractAsyncContextManager[Session]:
     uri = f"moqt://127.0.0.1:{port}/"
-    return moqt.connect(uri, ca=certificates.ca, tracks=tracks, announce=False, limits=limits, options=QUIC)
+    return moqt.connect(
+        uri,
+        ca=certificates.ca,
+        tracks=tracks,
+        announce=False,
+        tokens=() if tracks is None else (SECRET,),
+        limits=limits,
+        options=QUIC,
+    )
 
 
 @asynccontextmanager
@@ -287,7 +312,9 @@ async def stage(certificates: CertificateFiles) -> AsyncIterator[Stage]:
             stack.push_async_callback(relay.close)
             files: dict[str, Any] = {"certificate": certificates.certificate, "key": certificates.key}
             server = await stack.enter_async_context(
-                moqt.serve("127.0.0.1", 0, tracks=relay.tracks, limits=LIMITS, options=QUIC, **files)
+                moqt.serve(
+                    "127.0.0.1", 0, tracks=relay.tracks, limits=LIMITS, policy=Guard(), options=QUIC, **files
+                )
             )
             served = Tracks()
             served.add(large)

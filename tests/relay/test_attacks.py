@@ -16,6 +16,7 @@ from moqt.quic.memory import Link, pair
 from moqt.relay import Relay
 from moqt.wire import (
     Parameters,
+    PropertyType,
     Publish,
     PublishNamespace,
     RequestError,
@@ -25,6 +26,7 @@ from moqt.wire import (
     SubscribeOk,
 )
 from tests.moqt.ends import Peer
+from tests.moqt.hostile import frame, full_name, prefixed, vi
 from tests.moqt.scene import collect, make_track
 from tests.relay.network import Network, join, network
 
@@ -142,6 +144,21 @@ async def test_a_publisher_that_is_gone_at_once_leaves_nothing(leave: str) -> No
             peer.connection.close()
         await asyncio.sleep(30)
         assert not net.relays[0].feeds
+
+
+async def test_impossible_properties_are_not_taken_over() -> None:
+    """A PUBLISH that is refused changes nothing of what others know of the Track (moqt 20.1)."""
+    track = make_track(b"k", properties=((0x78, 5),))
+    async with network(track) as net, guest(net) as peer:
+        before = await net.sessions[0].track_status(track.name)
+        impossible = vi(PropertyType.IMMUTABLE_PROPERTIES) + prefixed(b"\xff")
+        body = frame(Publish.TYPE, vi(peer.id()), full_name(track.name), vi(7, 0), impossible)
+        talk = await peer.ask(body, kind=Publish)
+        answer = await talk.next()
+        assert isinstance(answer, RequestError)
+        assert answer.code == RequestCode.MALFORMED_TRACK
+        assert await net.sessions[0].track_status(track.name) == before
+        assert before.properties == ((0x78, 5),)
 
 
 def calls_of(function: Callable[[], object]) -> int:
