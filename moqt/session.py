@@ -10,18 +10,16 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from moqt.answering import Answering
 from moqt.asking import OwnRequest, ask, in_time, session_error
 from moqt.auth import Gate
-from moqt.authorization import AllowAll, Authority, Policy
+from moqt.authorization import AllowAll, Policy
 from moqt.errors import (
     ConnectionLost,
     DeadlineExceeded,
     DoneCode,
     MoqtError,
     ProtocolError,
-    RequestCode,
-    RequestRefused,
-    ResetCode,
     SessionClosed,
     SessionCode,
     StreamReset,
@@ -29,17 +27,16 @@ from moqt.errors import (
     UsageError,
 )
 from moqt.filters import FilterType, GroupOrder, LocationFilter, RangeFilter
-from moqt.limits import Limits, Pace
+from moqt.limits import Limits
 from moqt.names import FullTrackName, TrackNamespace, check_namespace, printable
-from moqt.namespaces import Announcement, NamespaceWatch, announce, take_namespace
-from moqt.offers import TracksWatch, serve_tracks, take_offer
+from moqt.namespaces import Announcement, NamespaceWatch, announce
+from moqt.offers import TracksWatch
 from moqt.partial import Partial
-from moqt.publishing import Publishing, request_error
+from moqt.publishing import Publishing
 from moqt.quic.api import Connection, ConnectionClosed, Stream
 from moqt.reception import Sink
-from moqt.requests import RequestIds, RequestStream, namespace_of, subject_of
+from moqt.requests import RequestIds, RequestStream
 from moqt.scheduler import Scheduler
-from moqt.states import Sender
 from moqt.stats import Stats
 from moqt.subscribing import FetchStream, Fill, Subscribing, Subscription, TrackStatusResult
 from moqt.track import Tracks
@@ -52,9 +49,7 @@ from moqt.wire import (
     MessageDecoder,
     ObjectDatagram,
     Parameters,
-    Publish,
     PublishNamespace,
-    Request,
     RequestOk,
     Setup,
     SetupOptions,
@@ -75,7 +70,6 @@ __all__ = ["IMPLEMENTATION", "Session"]
 logger = logging.getLogger(__name__)
 
 IMPLEMENTATION = "kvcs-moqt/0"
-_RESERVED_NAMESPACES = (b".", b".session")
 
 
 class Session:
@@ -125,19 +119,17 @@ class Session:
         self.subscribing = Subscribing(self)
         self.tokens = tuple(tokens)
         self.gate = Gate(policy or AllowAll(), connection, self.limits.max_auth_token_cache_size)
-        self._ready = asyncio.Event()
+        self.answering = Answering(self)
+        self.ready = asyncio.Event()
+        """Set when the peer's SETUP is accepted, and at the end."""
         self._closed = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._readers: set[asyncio.Task[None]] = set()
         self._followers: set[asyncio.Task[None]] = set()
         self._requests: set[OwnRequest] = set()
-        self._serving = 0
-        rate = self.limits.request_rate
-        self._pace = None if rate is None else Pace(rate, self.limits.max_requests)
         self._control: Stream | None = None
         self._peer_control = False
-        self._leaving = False
         connection.on_datagram = self._on_datagram
 
     # The life of the session.
@@ -225,17 +217,18 @@ class Session:
     @property
     def serving(self) -> int:
         """How many requests of the peer are open."""
-        return self._serving
+        return self.answering.serving
 
     async def goaway(self, uri: str = "", *, timeout: float = 0.0) -> None:
         """Ask the peer to leave (moqt 16); after `timeout` seconds, if not 0, the session is closed with
         GOAWAY_TIMEOUT if requests are left. Raises UsageError, SessionClosed, ConnectionLost.
         """
-        if self._control is None or self._leaving:
-            raise UsageError("GOAWAY was sent already" if self._leaving else "the session was not started")
+        if self._control is None or self.answering.leaving:
+            sent = self.answering.leaving
+            raise UsageError("GOAWAY was sent already" if sent else "the session was not started")
         if uri and self.connection.is_client:
             raise UsageError("a client can't name a URI in GOAWAY")
-        self._leaving = True
+        self.answering.leaving = True
         try:
             await self._control.write(encode(Goaway(uri, int(timeout * 1000))))
         except ConnectionClosed as closed:
@@ -470,7 +463,7 @@ class Session:
             await self._control.write(encode(Setup(options)))
         except ConnectionClosed as closed:
             raise session_error(closed) from None
-        await self._ready.wait()
+        await self.ready.wait()
         if self.error is not None:
             raise self.error
 
@@ -519,14 +512,14 @@ class Session:
         self.subscribing.end()
         for task in self._tasks - self._readers:
             task.cancel()
-        self._ready.set()
+        self.ready.set()
         self._closed.set()
 
     async def _accept(self) -> None:
         while True:
             stream = await self.connection.accept()
             if stream.bidirectional:
-                self.spawn(self._serve(stream), "request")
+                self.spawn(self.answering.serve(stream), "request")
             else:
                 self.subscribing.arrived(self.spawn(self._read_uni(stream), "stream", reads=True))
 
@@ -587,7 +580,7 @@ class Session:
             self.served.check(options.authority, options.path)
         self.peer_setup = options
         await self.gate.admit(options.tokens)
-        self._ready.set()
+        self.ready.set()
 
     def _on_datagram(self, data: bytes) -> None:
         try:
@@ -597,78 +590,7 @@ class Session:
         except ProtocolError as error:
             self.abort(error.code, error.reason)
 
-    async def _serve(self, stream: Stream) -> None:
-        channel = RequestStream(
-            stream,
-            local=Sender.RESPONDER,
-            is_client=self.connection.is_client,
-            max_updates=self.limits.max_request_updates,
-            ids=self.ids,
-        )
-        self._serving += 1
-        try:
-            await channel.receive()
-            await self._ready.wait()  # moqt 3.1: requests may come before the peer's SETUP.
-            assert channel.request is not None
-            kind = type(channel.request).__name__
-            self.stats.requests[kind] += 1
-            try:
-                await self._dispatch(channel, channel.request)
-            except RequestRefused as refusal:
-                self.stats.refused[kind, refusal.code.name] += 1
-                await channel.send(request_error(refusal, self.limits.retry_after), fin=True)
-        except (StreamReset, StreamStopped):
-            channel.cancel()
-        finally:
-            self._serving -= 1
-        try:
-            async with asyncio.timeout(self.limits.linger):
-                await channel.drain(self.gate.heed)
-        except TimeoutError:
-            stream.stop(ResetCode.CANCELLED)
-
-    async def _dispatch(self, channel: RequestStream, request: Request) -> None:
-        logger.debug("%s: %s of %s", self.connection.id, type(request).__name__, subject_of(request))
-        tokens = self.gate.tokens_of(request.parameters)
-        if self._leaving:
-            raise RequestRefused(RequestCode.GOING_AWAY, "this endpoint is about to leave")
-        if self._serving > self.limits.max_requests:
-            raise RequestRefused(
-                RequestCode.EXCESSIVE_LOAD, f"{self.limits.max_requests} requests are open already"
-            )
-        if self._pace is not None and not self._pace.take(asyncio.get_running_loop().time()):
-            raise RequestRefused(
-                RequestCode.EXCESSIVE_LOAD, f"more than {self.limits.request_rate:g} requests a second"
-            )
-        # security 3.2: before anything is looked up or asked upstream, so that neither the answer nor its
-        # time tells those without the right whether a thing exists.
-        authority = await self.gate.authority(request, tokens)
-        watching = self.spawn(authority.watch(), "authorization")
-        try:
-            await self._handle(channel, request, authority)
-        finally:
-            watching.cancel()
-
-    async def _handle(self, channel: RequestStream, request: Request, authority: Authority) -> None:
-        if namespace_of(request)[:1] in [(name,) for name in _RESERVED_NAMESPACES]:  # moqt 20 #35
-            raise RequestRefused(RequestCode.DOES_NOT_EXIST, "nothing is here under a reserved namespace")
-        match request:
-            case Subscribe():
-                await self.publishing.subscribe(channel, request, authority)
-            case Fetch():
-                await self.publishing.fetch(channel, request, authority)
-            case TrackStatus():
-                await self.publishing.track_status(channel, request, authority)
-            case SubscribeNamespace():
-                await self.publishing.subscribe_namespace(channel, request, authority)
-            case PublishNamespace():
-                await take_namespace(self, channel, request, authority)
-            case Publish():
-                await take_offer(self, channel, request, authority)
-            case SubscribeTracks():
-                await serve_tracks(self, channel, request, authority)
-
     async def _leave_after(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
-        if self._serving or self._requests:
+        if self.serving or self._requests:
             self.abort(SessionCode.GOAWAY_TIMEOUT, "requests were left after GOAWAY")

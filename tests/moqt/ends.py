@@ -278,7 +278,7 @@ def tables_of(session: Session) -> dict[str, int]:
     subscribing, publishing = session.subscribing, session.publishing
     return {
         "requests": len(session._requests),
-        "serving": session._serving,
+        "serving": session.serving,
         "aliases": len(subscribing._by_alias),
         "expected": len(subscribing._by_request),
         "parked": len(subscribing._parked),

@@ -174,11 +174,11 @@ def leftovers(session: Session) -> dict[str, int]:
     in a ring, does not count.
     """
     found = {}
-    for owner in (session, session.publishing, session.subscribing, session.scheduler):
+    for owner in (session, session.answering, session.publishing, session.subscribing, session.scheduler):
         for name, value in vars(owner).items():
             if isinstance(value, Sized) and "retired" not in name and not isinstance(value, (str, bytes)):
                 found[f"{type(owner).__name__}.{name}"] = len(value)
-            elif name in ("_serving", "_fetches", "_parked"):
+            elif name in ("serving", "_fetches", "_parked"):
                 found[f"{type(owner).__name__}.{name}"] = value
     connection = session.connection
     assert isinstance(connection, MemoryConnection)

@@ -405,7 +405,7 @@ async def test_publish_is_answered() -> None:
         await check_refused(talk, RequestCode.UNINTERESTED)
         await talk.say(b"", fin=True)
         await asyncio.sleep(0.1)
-        assert session._serving == 0
+        assert session.serving == 0
 
 
 async def test_subscribe_tracks_is_answered() -> None:

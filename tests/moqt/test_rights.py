@@ -360,7 +360,7 @@ async def test_pending_decisions_are_bounded() -> None:
             await talk.say(fin=True)
         await asyncio.sleep(10)
         assert isinstance(await reply_of(await peer.ask(TrackStatus(peer.id(), NAME))), RequestOk)
-        assert session._serving <= 1
+        assert session.serving <= 1
 
 
 async def reply_of(talk: Talk) -> Message | None:

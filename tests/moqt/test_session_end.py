@@ -392,7 +392,7 @@ async def test_a_request_of_the_peer_ends_with_the_connection(message: Message) 
     async with hostile() as (session, peer):
         await peer.ask(message)
         await asyncio.sleep(0.1)
-        assert session._serving == 1
+        assert session.serving == 1
         session.connection._link.cut("gone")  # type: ignore[attr-defined]  # the memory link behind it
         await asyncio.sleep(0.1)
         assert set(tables_of(session).values()) == {0}

@@ -412,7 +412,7 @@ async def test_an_update_that_is_refused_ends_the_subscription() -> None:
         await peer.alive()
         await talk.say(b"", fin=True)
         await asyncio.sleep(0.1)
-        assert session._serving == 0
+        assert session.serving == 0
 
 
 async def test_updates_that_cross_publish_done() -> None:

@@ -100,7 +100,7 @@ async def test_two_hundred_subscribe_and_cancel_cycles_leave_nothing() -> None:
         found = held(net)
         assert set(found) == {"_routes", "_known"}
         assert not net.relays[0].feeds
-        wanted_to_be_there = {"Session._tasks", "Session._readers", "Session._serving", "streams"}
+        wanted_to_be_there = {"Session._tasks", "Session._readers", "Answering.serving", "streams"}
         left = leftovers(server).keys() - wanted_to_be_there - {"watchers", "Session.peer_namespaces"}
         assert not left
         assert not leftovers(net.sessions[0]).keys() & {"Session._requests", "Subscribing._by_alias"}
