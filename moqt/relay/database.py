@@ -60,6 +60,9 @@ LEAST_BYTES: Final = 16 << 20
 PAGE: Final = 16 << 10
 """Bytes; of 4, 8, 16, 32 and 64 KiB the one that is fast and wastes little, whatever the size of Objects."""
 
+LEAST_ROOM: Final = 4 << 10
+"""Bytes that an Object counts for at least: the relay remembers its Location, in 100 bytes or less."""
+
 STATEMENT: Final = 1 << 20
 ROWS: Final = 64
 """Bytes and Objects for one INSERT."""
@@ -167,7 +170,7 @@ class Outcome:
     removed: list[tuple[int, Location]] = field(default_factory=list)
     bytes: int = 0
     expires: float = math.inf
-    error: Exception | None = None
+    error: BaseException | None = None
 
 
 class Database:
@@ -181,6 +184,7 @@ class Database:
         self._limit = limit // 16 * 15
         """The rest is for the journal."""
         self._connection: sqlite3.Connection | None = None
+        self._count = 0
         if limit < LEAST_BYTES:
             raise StoreFailed(f"the cache on disk needs {LEAST_BYTES} bytes at least, not {limit}")
         try:
@@ -236,6 +240,7 @@ class Database:
             self._make_room(batch, now, outcome)
             with self._transaction():
                 self._insert(batch)
+            self._count += len(batch.objects)
             outcome.expires = self._one("SELECT min(expires) FROM objects") or math.inf
             outcome.bytes = self.bytes
         except sqlite3.Error as error:
@@ -282,6 +287,7 @@ class Database:
         rows.close()
         for number in damaged:
             self._execute("DELETE FROM objects WHERE id = ?", (number,))
+        self._count -= len(damaged)
         return found
 
     # Opening.
@@ -312,12 +318,13 @@ class Database:
                 f"{SCHEMA_VERSION}): remove it, or choose another directory"
             )
         self._execute("DELETE FROM tracks WHERE id NOT IN (SELECT track FROM objects)")
+        self._count = self._one("SELECT count(*) FROM objects")
         self._shrink()
 
     def _shrink(self) -> None:
         """Fit a file into its bound that had a larger one before."""
         if self._one("PRAGMA page_count") * PAGE > self._limit:
-            self._evict(Outcome(), self._limit)
+            self._evict(Outcome(), self._limit, self._limit // LEAST_ROOM)
             assert self._connection is not None
             # Not `execute`, which stops at the first page: this PRAGMA makes a row without columns for each.
             self._connection.executescript("PRAGMA incremental_vacuum")
@@ -338,27 +345,34 @@ class Database:
     # Writing.
 
     def _make_room(self, batch: Batch, now: float, outcome: Outcome) -> None:
-        with self._transaction():
-            for number in batch.dropped:
-                self._execute("DELETE FROM tracks WHERE id = ?", (number,))
-        expired = "SELECT id, track, location FROM objects WHERE expires <= ? LIMIT ?"
-        while victims := self._execute(expired, (now, VICTIMS)).fetchall():
-            self._remove(victims, outcome)
+        for number in batch.dropped:
+            self._remove_all("track = ?", number, outcome)
+        self._remove_all("expires <= ?", now, outcome)
         need = sum(_room(item) for _, item in batch.objects) + PAGE * ROWS
-        self._evict(outcome, self._limit - need)
+        self._evict(outcome, self._limit - need, self._limit // LEAST_ROOM - len(batch.objects))
 
-    def _evict(self, outcome: Outcome, target: int) -> None:
-        """Throw out what was used longest ago, until no more than `target` bytes are taken."""
+    def _evict(self, outcome: Outcome, target: int, most: int) -> None:
+        """Throw out what was used longest ago, until no more than `target` bytes are taken, by no more than
+        `most` Objects.
+        """
         oldest = "SELECT id, track, location, size FROM objects ORDER BY used, id LIMIT ?"
-        while (excess := self.bytes - target) > 0:
+        while (excess := self.bytes - target) > 0 or self._count > most:
+            surplus = self._count - most
             victims = []
             for *victim, size in self._execute(oldest, (VICTIMS,)).fetchall():
                 victims.append(victim)
                 excess -= size
-                if excess <= 0:
+                surplus -= 1
+                if excess <= 0 and surplus <= 0:
                     break
             if not victims:
                 break
+            self._remove(victims, outcome)
+
+    def _remove_all(self, condition: str, argument: float, outcome: Outcome) -> None:
+        """Throw out Objects, some at a time."""
+        select = f"SELECT id, track, location FROM objects WHERE {condition} LIMIT ?"
+        while victims := self._execute(select, (argument, VICTIMS)).fetchall():
             self._remove(victims, outcome)
 
     def _remove(self, victims: Sequence[Sequence[Any]], outcome: Outcome) -> None:
@@ -380,6 +394,7 @@ class Database:
                     "DELETE FROM tracks WHERE id = ? AND NOT EXISTS (SELECT 1 FROM objects WHERE track = ?)",
                     (track, track),
                 )
+        self._count -= len(removed)
         outcome.removed += removed
 
     def _insert(self, batch: Batch) -> None:

@@ -140,7 +140,7 @@ class Holes:
         """Bring back what is on disk. What turns out not to be there is a hole that will be fetched."""
         found = LocationSet()
         start = hole.start
-        while start <= hole.end and (items := await disk.read(start, hole.end)):
+        while start <= hole.end and (items := await self._read(disk, start, hole.end)):
             for item in items:
                 if not await self._room(track, hole):
                     return
@@ -153,6 +153,14 @@ class Holes:
             start = successor(items[-1].location)
         for low, high in gaps(found, hole.start, hole.end):
             disk.stored.remove(low, high)
+
+    async def _read(self, disk: DiskTrack, start: Location, end: Location) -> list[KeptObject]:
+        try:
+            async with asyncio.timeout(self._relay.stall):
+                return await disk.read(start, end)
+        except TimeoutError:
+            logger.warning("the cache on disk has not answered for %g s", self._relay.stall)
+            return []
 
     def _malformed(self, hole: Hole, error: MalformedTrack) -> None:
         self._spoil(str(error))

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from moqt.errors import MoqtError
 from moqt.fetching import predecessor, successor
@@ -55,6 +55,9 @@ READ: Final = 2 << 20
 
 RETRY: Final = 30.0
 """Seconds without writing, after the disk has failed."""
+
+MAX_TRACKS: Final = 1 << 15
+"""Tracks that are kept: each takes some KiB of memory."""
 
 MAX_ABSENT: Final = 1 << 16
 """Ranges without Objects that are remembered for each Track."""
@@ -157,6 +160,10 @@ class DiskTrack:
         return item.expires - self._store.ahead
 
 
+_Flying: TypeAlias = tuple[DiskTrack, int, "CachedObject"]
+"""An Object that is being written, and the number of its Track as it was then."""
+
+
 class Store:
     """Objects of all Tracks in a file of at most `limit` bytes in `directory`, which is made if need be.
 
@@ -225,8 +232,7 @@ class Store:
         known = self.tracks.get(name)
         if known is not None:
             return known
-        self._last_number += 1
-        return DiskTrack(self, KeptTrack(self._last_number, name), LocationSet(), LocationSet())
+        return DiskTrack(self, KeptTrack(0, name), LocationSet(), LocationSet())
 
     @property
     def unwritten(self) -> int:
@@ -254,7 +260,8 @@ class Store:
         self._waiting.add(item)
         item.pins += 1
         track.waiting += 1
-        self.tracks[track.name] = self._numbers[track.id] = track
+        if track.id not in self._numbers:
+            self._register(track)
         self.describe(track)
 
     def use(self, track: DiskTrack, location: Location) -> None:
@@ -271,11 +278,8 @@ class Store:
     def drop(self, track: DiskTrack) -> None:
         """Remove all of a Track, for good."""
         track.dropped = True
-        track.stored = LocationSet()
         if track.id in self._numbers:
-            self._forget(track)
-            self._dropped.add(track.id)
-            self._schedule()
+            self._remove(track)
 
     async def read(self, track: DiskTrack, start: Location, end: Location) -> list[KeptObject]:
         """The first Objects from `start` to `end`; [] if there are none."""
@@ -316,9 +320,9 @@ class Store:
         batch, flight = self._gather()
         call = partial(self._database.write, batch, self._clock())
         self._writing = asyncio.get_running_loop().run_in_executor(self._executor, call)
-        self._writing.add_done_callback(lambda done: self._written(done.result(), batch, flight))
+        self._writing.add_done_callback(lambda done: self._written(done, batch, flight))
 
-    def _gather(self) -> tuple[Batch, list[tuple[DiskTrack, CachedObject]]]:
+    def _gather(self) -> tuple[Batch, list[_Flying]]:
         """What is written next, and the Objects of it as they are in memory."""
         batch = Batch(dropped=list(self._dropped))
         now = asyncio.get_running_loop().time()
@@ -332,8 +336,8 @@ class Store:
         while self._queue and (not size or size + _size(self._queue[0][1]) <= min(BATCH, self._most)):
             track, item = self._queue.popleft()
             size += _size(item)
-            flight.append((track, item))
-            if not track.dropped:
+            flight.append((track, track.id, item))
+            if track.id in self._numbers:
                 self._changed.add(track)
                 batch.objects.append((track.id, _kept(item, item.expires + ahead)))
         self._queued -= size
@@ -346,19 +350,21 @@ class Store:
         self._changed.clear()
         return batch, flight
 
-    def _written(self, outcome: Outcome, batch: Batch, flight: list[tuple[DiskTrack, CachedObject]]) -> None:
+    def _written(self, done: asyncio.Future[Outcome], batch: Batch, flight: list[_Flying]) -> None:
         self._writing = None
+        error = done.exception()
+        outcome = done.result() if error is None else Outcome(error=error)
         self.bytes = outcome.bytes
         self._expires = outcome.expires
-        touched = {track for track, _ in flight}
+        touched = {track for track, _, _ in flight}
         lacking = set()
         for number, location in outcome.removed:
             if (owner := self._numbers.get(number)) is not None:
                 owner.stored.remove(location, location)
                 lacking.add(owner)
-        for track, item in flight:
+        for track, number, item in flight:
             self._let_go(track, item)
-            if outcome.error is None and not track.dropped:
+            if outcome.error is None and number in self._numbers:
                 track.stored.add(item.location, item.location)
         if outcome.error is None:
             self._dropped.difference_update(batch.dropped)
@@ -378,7 +384,7 @@ class Store:
         elif self._expires < math.inf:
             self._write_at(self._expires - self.ahead)
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         """The disk is full, or worse: go on without it for a while."""
         if not self._failing:
             logger.error("%s fails; Objects are kept in memory only: %s", self._database.path, error)
@@ -395,8 +401,23 @@ class Store:
         track.waiting -= 1
         item.pins -= 1
 
+    def _register(self, track: DiskTrack) -> None:
+        if len(self.tracks) >= MAX_TRACKS:
+            oldest = next(iter(self.tracks.values()))
+            self._remove(oldest)
+            oldest.on_lack()
+        self._last_number += 1
+        track.id = self._last_number
+        self.tracks[track.name] = self._numbers[track.id] = track
+
+    def _remove(self, track: DiskTrack) -> None:
+        self._dropped.add(track.id)
+        self._forget(track)
+        self._schedule()
+
     def _forget(self, track: DiskTrack) -> None:
         """Nothing of it is on disk any more, nor what is known of it."""
+        track.stored = LocationSet()
         track.unwritten = list(track.absent)
         self._changed.discard(track)
         self._numbers.pop(track.id, None)

@@ -429,6 +429,25 @@ async def test_a_disk_that_fails_while_the_relay_runs(
         assert "disk I/O error" in logged[0]
 
 
+async def test_a_disk_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is given up after a while, for the publisher."""
+    track = make_track(b"k", one_subgroup=True)
+    filled(track, range(3), 4, SIZE)
+    async with network(track, relay_options=on_disk(tmp_path)) as net:
+        check_exactly_once(track, await fetched(net.sessions[0], track))
+
+    async def hang(*_: object) -> list[object]:
+        await asyncio.sleep(1000)
+        return []
+
+    monkeypatch.setattr(Store, "read", hang)
+    async with network(track, relay_options=on_disk(tmp_path)) as net:
+        check_exactly_once(track, await fetched(net.sessions[0], track))
+        assert "has not answered for 10 s" in caplog.text
+
+
 @pytest.mark.parametrize("seed", range(8))
 async def test_restarts_while_a_track_is_published(tmp_path: Path, seed: int) -> None:
     """After each restart a subscriber gets every Object once, whether it is on disk, upstream or to come."""

@@ -8,6 +8,7 @@ import random
 import sqlite3
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from moqt import FullTrackName, GroupOrder, Location
 from moqt.fetching import successor
 from moqt.filters import MAX_VARINT
 from moqt.locations import LocationSet
+from moqt.relay import store as store_module
 from moqt.relay.cache import CachedObject
 from moqt.relay.database import LEAST_BYTES, KeptObject, KeptTrack, Outcome, StoreFailed
 from moqt.relay.store import GATHER, RETRY, USE, DiskTrack, Store
@@ -261,6 +263,71 @@ async def test_a_disk_that_can_not_be_read(
         assert await contents(track) == []
         assert await contents(track) == []
         assert len(caplog.records) == 1
+
+
+async def test_a_writer_that_breaks_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(tmp_path) as store:
+        track = store.track(NAME)
+
+        def fail(*_: object) -> Outcome:
+            raise MemoryError("no room")
+
+        monkeypatch.setattr(store._database, "write", fail)
+        item = an_object(0, 0)
+        track.keep(item)
+        await asyncio.sleep(1)
+        assert not item.busy
+        assert not track.stored
+        assert len(caplog.records) == 1
+
+
+async def test_tracks_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that was kept first makes room, also while it is being written; it may come again."""
+    monkeypatch.setattr(store_module, "MAX_TRACKS", 3)
+    lacking: list[int] = []
+    async with opened(tmp_path) as store:
+        tracks = [store.track(FullTrackName((b"a",), bytes([number]))) for number in range(5)]
+        for number, track in enumerate(tracks):
+            track.on_lack = partial(lacking.append, number)
+            track.learn(Location(0, 1), LAST, [])
+            track.keep(an_object(0, number))
+            if number == 3:
+                store._write()  # It is on its way when the next one comes.
+        assert len(store.tracks) == 3
+        await asyncio.sleep(1)
+        assert lacking == [0, 1]
+        assert [bool(track.stored) for track in tracks] == [False, False, True, True, True]
+        tracks[1].keep(an_object(0, 1))
+        await asyncio.sleep(1)
+        assert [bool(track.stored) for track in tracks] == [False, True, False, True, True]
+    async with opened(tmp_path) as store:
+        assert {name.name[0] for name in store.tracks} == {1, 3, 4}
+        for name, track in store.tracks.items():
+            assert await contents(track) == content(an_object(0, name.name[0]))
+            assert ranges(track.absent) == [((0, 1), (MAX_VARINT, MAX_VARINT))]
+
+
+async def test_a_track_that_makes_room_while_it_is_written_and_comes_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was written under its former number does not count as stored."""
+    monkeypatch.setattr(store_module, "MAX_TRACKS", 1)
+    async with opened(tmp_path) as store:
+        one, other = (store.track(FullTrackName((b"a",), name)) for name in (b"one", b"other"))
+        first, second = an_object(0, 0), an_object(0, 1)
+        one.keep(first)
+        store._write()
+        other.keep(an_object(0, 0))
+        one.keep(second)
+        await asyncio.sleep(1)
+        assert ranges(one.stored) == [((0, 1), (0, 1))]
+        assert await contents(one) == content(second)
+        assert not other.stored
+        assert not first.busy
+    async with opened(tmp_path) as store:
+        assert list(store.tracks) == [one.name]
 
 
 async def test_a_file_with_nonsense_in_it(tmp_path: Path) -> None:
