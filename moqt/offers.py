@@ -139,6 +139,7 @@ async def _end(offer: Offer) -> None:
         await offer.close()
         await asyncio.wait((offer.following,), timeout=offer.session.limits.linger)
         offer.following.cancel()
+        await asyncio.wait((offer.following,))  # A stream has one reader at a time.
 
 
 class TracksWatch(OwnRequest):

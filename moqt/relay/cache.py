@@ -29,6 +29,12 @@ SEGMENT = 1 << 16
 OVERHEAD = 480
 """Bytes that a cached Object takes besides its payload and properties, as measured."""
 
+GROUP_OVERHEAD = 512
+"""The same for a Group of which an Object is here."""
+
+TRACK_OVERHEAD = 6500
+"""The same for a Track."""
+
 MAX_BUSY = 64
 """Objects that can't be thrown out and are passed over at a time, to make room."""
 
@@ -131,6 +137,10 @@ class Cache:
         self.bytes += size
         if self.bytes > self.limit:
             self._trim()
+
+    def shrink(self, size: int) -> None:
+        """So much is no longer taken."""
+        self.bytes -= size
 
     def use(self, item: CachedObject) -> None:
         """It was wanted just now."""
@@ -659,6 +669,9 @@ class CachedTrack(Track):
         if not entry.ids:
             del self._groups[group]
             del self._group_ids[bisect_left(self._group_ids, group)]
+            self._cache.shrink(GROUP_OVERHEAD)
+        if not self._count:
+            self._cache.shrink(TRACK_OVERHEAD)
         self.known.remove(item.location, item.location)
         self._lack()
 
@@ -696,7 +709,9 @@ class CachedTrack(Track):
         self._count += 1
         if item.expires < math.inf:
             self._expect_expiry(item)
+        around = (GROUP_OVERHEAD if len(entry.ids) == 1 else 0) + (TRACK_OVERHEAD if self._count == 1 else 0)
         self._cache.add(item)
+        self._cache.grow(around)
         if item.missing:
             self._partial.add(item)
         else:

@@ -100,9 +100,8 @@ class _Run:
                 await self._attack(random, port)
             self._stage.check()
         except Failure as failure:
-            raise Failure(
-                f"case {number} of seed {self._report.seed}, or one beside it: {failure}"
-            ) from failure
+            told = "\n".join([str(failure), *self._stage.judge.faults])
+            raise Failure(f"case {number} of seed {self._report.seed}, or one beside it: {told}") from failure
 
     async def close(self) -> None:
         for attacker in self._lurkers:

@@ -18,8 +18,10 @@ from moqt.wire import (
     Parameters,
     PropertyType,
     Publish,
+    PublishDone,
     PublishNamespace,
     RequestError,
+    RequestOk,
     SubgroupEncoder,
     SubgroupHeader,
     Subscribe,
@@ -159,6 +161,17 @@ async def test_impossible_properties_are_not_taken_over() -> None:
         assert answer.code == RequestCode.MALFORMED_TRACK
         assert await net.sessions[0].track_status(track.name) == before
         assert before.properties == ((0x78, 5),)
+
+
+async def test_a_publication_that_is_over_and_has_no_end() -> None:
+    """PUBLISH_DONE without a FIN behind it costs the stream, after a while, and not the session (moqt 3.4)."""
+    async with network(subscribers=0) as net, guest(net) as peer:
+        talk = await peer.ask(Publish(peer.id(), NAME, 1))
+        assert await talk.next() == RequestOk()
+        await talk.say(PublishDone(DoneCode.TRACK_ENDED, 0, ""))
+        await asyncio.sleep(30)
+        await peer.alive()
+        assert talk.stream.stopped is not None
 
 
 def calls_of(function: Callable[[], object]) -> int:

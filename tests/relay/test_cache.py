@@ -20,7 +20,7 @@ from moqt import (
     Track,
 )
 from moqt.errors import DoneCode, MalformedTrack, ResetCode, StreamReset
-from moqt.relay.cache import OVERHEAD, SEGMENT, Cache, CachedTrack
+from moqt.relay.cache import GROUP_OVERHEAD, OVERHEAD, SEGMENT, TRACK_OVERHEAD, Cache, CachedTrack
 from moqt.relay.inlets import FetchInlet, SubgroupInlet
 from moqt.track import Hole
 from moqt.wire import EndOfRange, ObjectHeader, ObjectStatus, PropertyType, SubgroupHeader
@@ -351,7 +351,7 @@ async def test_pieces_of_an_object_that_is_on_its_way() -> None:
 async def test_what_is_known_of_what_is_not_here_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A publisher of every other Object, each of which is thrown out at once (moqt 21)."""
     monkeypatch.setattr("moqt.relay.cache.MAX_RANGES", 100)
-    cache = Cache(3 * OVERHEAD)
+    cache = Cache(3 * OVERHEAD + GROUP_OVERHEAD + TRACK_OVERHEAD)
     track = cached_track(cache)
     for number in range(1000):
         track.begin(header(0, 3 * number), live=True)
@@ -394,3 +394,17 @@ async def test_a_fetch_in_too_many_pieces_is_no_good(monkeypatch: pytest.MonkeyP
     with pytest.raises(MalformedTrack):
         markers()
     assert len(hole.unknown) == 101
+
+
+@pytest.mark.parametrize("many", ["tracks", "groups"])
+async def test_what_is_around_an_object_counts(many: str) -> None:
+    """A Track or a Group for each empty Object takes much more than that (moqt 21)."""
+    cache = Cache(1_000_000)
+    tracks = [cached_track(cache) for _ in range(2000 if many == "tracks" else 1)]
+    for number in range(2000):
+        tracks[number % len(tracks)].begin(header(number, 0), live=True)
+    around = OVERHEAD + GROUP_OVERHEAD + (TRACK_OVERHEAD if many == "tracks" else 0)
+    assert len(cache) == min(2000, (1_000_000 - (many == "groups") * TRACK_OVERHEAD) // around)
+    for track in tracks:
+        track.clear()
+    assert cache.bytes == 0
