@@ -164,7 +164,7 @@ async def test_impossible_properties_are_not_taken_over() -> None:
 
 
 async def test_a_publication_that_is_over_and_has_no_end() -> None:
-    """PUBLISH_DONE without a FIN behind it costs the stream, after a while, and not the session (moqt 3.4)."""
+    """PUBLISH_DONE without a FIN behind it costs the stream, after a while; the session lives (moqt 3.4)."""
     async with network(subscribers=0) as net, guest(net) as peer:
         talk = await peer.ask(Publish(peer.id(), NAME, 1))
         assert await talk.next() == RequestOk()
