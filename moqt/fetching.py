@@ -195,16 +195,20 @@ class Puller:
             pieces = item.since(0)
             yield self._urgency(item), (header, *pieces)
             sent = sum(map(len, pieces))
+            hole: Hole | None = None
             while sent < item.size:
                 if self._track.fault:
                     raise BrokenSource(ResetCode.MALFORMED_TRACK)
-                if item.lost:
+                if item.lost or (hole is not None and hole.done and item.location in hole.unknown):
                     raise BrokenSource(ResetCode.INTERNAL_ERROR)
                 pieces = item.since(sent)
                 if pieces:
                     yield None, pieces
                     sent += sum(map(len, pieces))
                 else:
+                    if hole is None or hole.done:
+                        hole = self._track.bring_rest(item)
+                    self._hurry(hole)
                     self._wait()
                     yield None
         finally:
@@ -264,9 +268,16 @@ class Puller:
             if hole.done:
                 return self._part(gap, hole), RangeStatus.UNKNOWN
             self._hole = hole
+        self._hurry(hole)
         if self._patience is not None and self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._patience, self._time_is_up)
         return None
+
+    def _hurry(self, hole: Hole | None) -> None:
+        """What comes next is wanted now, however much has come that others have not taken."""
+        if hole is not None and not hole.hungry:
+            hole.hungry = True
+            self._track.hurry()
 
     def _part(self, gap: _Gap, hole: Hole) -> _Gap:
         return self._span(gap.first, max(gap.ask_start, hole.start), min(gap.ask_end, hole.end))

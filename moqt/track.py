@@ -111,7 +111,7 @@ class TrackWatcher:
 class Hole:
     """A range of a cached Track that is fetched. When it is `done`, what could not be found out is in
     `unknown`, and `refusal` says why. `replied`: the publisher has said how far the Track goes. `ahead`
-    counts the bytes that have come and that nobody has used.
+    counts the bytes that have come and that nobody has used; somebody who is `hungry` waits for more.
     """
 
     start: Location
@@ -121,6 +121,7 @@ class Hole:
     refusal: RequestRefused | None = None
     replied: bool = False
     ahead: int = 0
+    hungry: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +321,13 @@ class Track:
         Progress is told to those who called `wait`.
         """
         return Hole(start, end, done=True)
+
+    def bring_rest(self, item: StoredObject) -> Hole | None:
+        """The hole that brings the rest of an Object; it is fetched if nobody brings it."""
+        return None
+
+    def hurry(self) -> None:
+        """Somebody has become hungry for what a hole brings."""
 
     def hole_at(self, location: Location) -> Hole | None:
         """The hole around `location` that is being filled now."""

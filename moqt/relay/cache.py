@@ -622,6 +622,16 @@ class CachedTrack(Track):
     def fill_hole(self, start: Location, end: Location, order: GroupOrder) -> Hole:
         return self._filler(self, start, end, order)
 
+    def bring_rest(self, item: StoredObject) -> Hole | None:
+        if not item.missing:
+            return None
+        if isinstance(item, CachedObject) and item.writers:
+            return self.hole_at(item.location)
+        return self._filler(self, item.location, item.location, GroupOrder.ASCENDING)
+
+    def hurry(self) -> None:
+        self._changed()
+
     def hole_at(self, location: Location) -> Hole | None:
         return next((hole for hole in self._holes if hole.start <= location <= hole.end), None)
 

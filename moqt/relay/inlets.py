@@ -139,6 +139,7 @@ class FetchInlet(Inlet):
 
         def counted(data: memoryview) -> None:
             self._heard += 1
+            self._hole.hungry = False
             write(data)
 
         return counted
@@ -154,7 +155,7 @@ class FetchInlet(Inlet):
 
     async def room(self) -> bool:
         self._waiting = True
-        while self._hole.ahead > self._limit and not self._unwanted:
+        while self._hole.ahead > self._limit and not (self._unwanted or self._hole.hungry):
             await self._track.changes()
         self._waiting = False
         return not self._unwanted
@@ -198,6 +199,7 @@ class FetchInlet(Inlet):
 
     def _passed(self, location: Location) -> Iterator[tuple[Location, Location]]:
         self._heard += 1
+        self._hole.hungry = False
         last, self._last = self._last, location
         return ranges(self._order, *self._asked, last, location)
 

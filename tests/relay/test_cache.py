@@ -11,17 +11,21 @@ from moqt import (
     Fill,
     FullTrackName,
     GroupOrder,
+    Limits,
     Location,
     LocationFilter,
     RangeNotice,
     RangeStatus,
     ReceivedObject,
+    Session,
     StreamEnd,
+    Subscription,
     Track,
 )
 from moqt.errors import DoneCode, MalformedTrack, ResetCode, StreamReset
 from moqt.relay.cache import GROUP_OVERHEAD, OVERHEAD, SEGMENT, TRACK_OVERHEAD, Cache, CachedTrack
 from moqt.relay.inlets import FetchInlet, SubgroupInlet
+from moqt.subscribing import FetchStream
 from moqt.track import Hole
 from moqt.wire import EndOfRange, ObjectHeader, ObjectStatus, PropertyType, SubgroupHeader
 from tests.counted import Counted
@@ -408,3 +412,36 @@ async def test_what_is_around_an_object_counts(many: str) -> None:
     for track in tracks:
         track.clear()
     assert cache.bytes == 0
+
+
+@pytest.mark.parametrize("relays", [1, 2])
+@pytest.mark.parametrize("how", ["fill", "fetch"])
+async def test_a_stopped_reader_does_not_hold_up_who_fetches_the_same(relays: int, how: str) -> None:
+    """What it does not take is fetched for the others."""
+    track = make_track(b"k", one_subgroup=True)
+    filled(track, range(20), 4, 100_000)
+    options = {"cache_bytes": 4_000_000}  # 250,000 bytes are read ahead.
+    async with network(track, relays=relays, subscribers=1, relay_options=options) as net:
+        limits = Limits(receive_buffer=100_000)
+        _, stopped = await net.subscriber(limits=limits, window=100_000)
+
+        async def start(session: Session, what: LocationFilter) -> Subscription | FetchStream:
+            if how == "fill":
+                return await join(session, track.name, fill=Fill(filter=what))
+            return await session.fetch(track.name, filter=what)
+
+        first = await start(stopped, EVERYTHING)
+        await asyncio.sleep(1)
+        for groups in (range(15, 20), range(20)):
+            started = asyncio.get_running_loop().time()
+            second = await start(net.sessions[0], LocationFilter.groups(groups[0], groups[-1]))
+            received = []
+            async for item in second:
+                if isinstance(item, ReceivedObject) and item.payload:
+                    received.append(item.location)
+                    if len(received) == 4 * len(groups):
+                        break
+            assert received == [Location(group, number) for group in groups for number in range(4)]
+            assert asyncio.get_running_loop().time() - started < 5
+            await second.close()
+        await first.close()
