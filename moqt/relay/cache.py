@@ -19,7 +19,7 @@ from moqt.names import FullTrackName
 from moqt.quic.api import Buffer
 from moqt.relay.store import DiskTrack
 from moqt.track import Hole, StoredObject, Track, TrackWatcher
-from moqt.wire import ObjectHeader, ObjectStatus, Properties, PropertyType, get
+from moqt.wire import ObjectHeader, ObjectStatus, Properties, PropertyType, decode_properties, get
 
 __all__ = ["Cache", "CachedObject", "CachedTrack", "Writer"]
 
@@ -349,6 +349,8 @@ class CachedTrack(Track):
             item.subgroup != header.subgroup and not item.datagram
         ):
             raise MalformedTrack(f"a second, different Object at {location}")
+        elif item.properties != header.raw_properties:
+            self._update(item, header)
         self._note(location, location)
         item.writers += 1  # Nothing can throw it out meanwhile.
         if live:
@@ -358,6 +360,16 @@ class CachedTrack(Track):
         writer = Writer(self, item)
         self._changed()
         return writer
+
+    def _update(self, item: CachedObject, header: ObjectHeader) -> None:
+        """Take over the newest properties of an Object; the immutable ones must be the same (moqt 13, 15 #3).
+        Raises MalformedTrack.
+        """
+        if _immutable(header.properties) != _immutable(decode_properties(item.properties)):
+            raise MalformedTrack(f"other immutable properties of the Object at {item.location}")
+        before = item.cost
+        item.properties = header.raw_properties
+        self._cache.grow(item.cost - before)
 
     def extend(self, item: CachedObject, data: memoryview) -> None:
         """The next bytes of an Object."""
@@ -815,3 +827,7 @@ class CachedTrack(Track):
         self.expire()
         if self._expiries:
             self._set_timer()
+
+
+def _immutable(properties: Properties) -> list[int | bytes]:
+    return [value for kind, value in properties if kind == PropertyType.IMMUTABLE_PROPERTIES]

@@ -237,6 +237,8 @@ class Holes:
             self._relay.fetched += 1
             if fetch.end.end_of_track:
                 track.end_track(successor(fetch.end.end))
+            if fetch.end.properties:  # moqt 13: the newest ones count.
+                track.describe(fetch.end.properties)
             hole.replied = True
             track.wake()
             reading = asyncio.ensure_future(_to_the_end(fetch))

@@ -27,7 +27,16 @@ from moqt.relay.cache import GROUP_OVERHEAD, OVERHEAD, SEGMENT, TRACK_OVERHEAD, 
 from moqt.relay.inlets import FetchInlet, SubgroupInlet
 from moqt.subscribing import FetchStream
 from moqt.track import Hole
-from moqt.wire import EndOfRange, ObjectHeader, ObjectStatus, PropertyType, SubgroupHeader
+from moqt.wire import (
+    EndOfRange,
+    ObjectHeader,
+    ObjectStatus,
+    Properties,
+    PropertyType,
+    SubgroupHeader,
+    decode_properties,
+    encode_properties,
+)
 from tests.counted import Counted
 from tests.moqt.scene import EVERYTHING, at_hand, collect, filled, make_track, noise, objects, piece
 from tests.relay.network import Network, join, network, until
@@ -445,3 +454,41 @@ async def test_a_stopped_reader_does_not_hold_up_who_fetches_the_same(relays: in
             assert asyncio.get_running_loop().time() - started < 5
             await second.close()
         await first.close()
+
+
+async def test_the_newest_properties_count() -> None:
+    """moqt 13, 15 #3: of the Track and of its Objects; not the immutable ones."""
+    cache = Cache(1 << 30)
+    track = CachedTrack(FullTrackName((b"n",), b"t"), cache, lambda _, start, end, __: Hole(start, end))
+
+    def come(properties: Properties) -> None:
+        raw = encode_properties(properties)
+        header = ObjectHeader(Location(0, 0), 0, 128, properties, raw, ObjectStatus.NORMAL, 5)
+        inlet = SubgroupInlet(track, SubgroupHeader(0, 0, 0, 128))
+        write = inlet.object(header)
+        assert write is not None
+        write(memoryview(b"hello"))
+        inlet.cut()
+
+    immutable = (PropertyType.IMMUTABLE_PROPERTIES, encode_properties(((0x78, 1),)))
+    come((immutable,))
+    before = cache.bytes
+    come((immutable, (0x7A, 5)))
+    (item,) = track.kept()
+    assert decode_properties(item.properties) == (immutable, (0x7A, 5))
+    assert cache.bytes > before
+    with pytest.raises(MalformedTrack):
+        come(((PropertyType.IMMUTABLE_PROPERTIES, encode_properties(((0x78, 2),))),))
+    track.clear()
+    assert cache.bytes == 0
+
+
+async def test_track_properties_of_a_later_reply_replace_those_before() -> None:
+    """moqt 13: also those of FETCH_OK."""
+    track = make_track(b"k", properties=((0x78, 1), (0x7A, 2)))
+    filled(track, range(2), 1, SIZE)
+    async with network(track) as net:
+        await fetched(net, track, GroupOrder.ASCENDING, LocationFilter.groups(0, 0))
+        track.properties = ((0x78, 3),)
+        await fetched(net, track, GroupOrder.ASCENDING, LocationFilter.groups(1, 1))
+        assert (await net.sessions[0].track_status(track.name)).properties == ((0x78, 3),)
