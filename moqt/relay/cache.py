@@ -248,6 +248,10 @@ class CachedTrack(Track):
         self.on_group_request: Callable[[int], None] = lambda _: None
         self.live_start = Location(0, 0)
         """From here on somebody was promised all that is published."""
+        self.doubtful = False
+        """Something may have been published of which nothing came, since a stream was reset, or a datagram
+        may have been lost: the Largest Object may be another one than we know.
+        """
         self.finished = False
         """Its publisher has said that nothing more comes."""
         self._cache = cache
@@ -355,6 +359,7 @@ class CachedTrack(Track):
         item.writers += 1  # Nothing can throw it out meanwhile.
         if live:
             self.saw(location)
+            self.doubtful = self.doubtful or header.datagram
             self._tell_once(item)
         item.writers -= 1
         writer = Writer(self, item)
@@ -433,6 +438,7 @@ class CachedTrack(Track):
         self._streams[key] -= 1
         if not self._streams[key]:
             del self._streams[key]
+        self.doubtful = self.doubtful or code is not None
         if code is None or (key not in self._streams and not resume):
             self._tell_or_defer(lambda: self._tell_subgroup_end(group, subgroup, code))
 

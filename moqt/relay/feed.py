@@ -97,6 +97,8 @@ class Feed:
         self._askers += 1
         try:
             await self._establish(asker, rendezvous, wanted, upward=upward)
+            if wanted is not None and not wanted.live:
+                await self._refresh(asker, wanted)
             return self.track
         finally:
             self._askers -= 1
@@ -145,6 +147,26 @@ class Feed:
                         await self._changed.wait()
                 except TimeoutError:
                     continue
+
+    async def _refresh(self, asker: object, wanted: Wanted) -> None:
+        """Ask for the Largest Object, if what is wanted lies beyond the one that we know and we may have
+        missed some: else it would be denied that they exist.
+        """
+        track = self.track
+        start, end = wanted.filter.start(track.largest), wanted.filter.end
+        largest = track.largest
+        if not track.doubtful or track.complete:
+            return
+        if largest is not None and start <= largest and (end is None or end <= largest):
+            return
+        for session in self._established.keys() - self._relay.silent - {asker}:
+            try:
+                with self._relay.asking(session):
+                    status = await session.track_status(self.name, deadline=self._relay.answer)
+                track.saw(status.largest)
+                return
+            except MoqtError as error:
+                logger.info("%s: %s: %s", session.connection.id, self.name, printable(str(error)))
 
     def _has_all(self, wanted: Wanted | None) -> bool:
         """Whether no publisher is needed: the Track is complete, or all that a fetch wants is here."""

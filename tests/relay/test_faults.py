@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import tracemalloc
+from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -21,6 +25,9 @@ from moqt import (
 )
 from moqt.errors import RequestRefused
 from moqt.filters import Location
+from moqt.namespaces import NamespaceWatch
+from moqt.quic import memory
+from moqt.subscribing import FetchStream, Subscription
 from tests.moqt.scene import (
     EVERYTHING,
     NAMESPACE,
@@ -104,6 +111,50 @@ async def test_two_hundred_subscribe_and_cancel_cycles_leave_nothing() -> None:
         left = leftovers(server).keys() - wanted_to_be_there - {"watchers", "Session.peer_namespaces"}
         assert not left
         assert not leftovers(net.sessions[0]).keys() & {"Session._requests", "Subscribing._by_alias"}
+
+
+@pytest.mark.parametrize("relays", [1, 2])
+async def test_subscribe_and_cancel_cycles_leave_memory_flat(relays: int) -> None:
+    """Subscriptions with fills, fetches, and requests for what does not exist, cancelled at any time."""
+    track = make_track(b"k", one_subgroup=True)
+    filled(track, range(4), 4, SIZE)
+    async with network(track, relays=relays, relay_options={"linger": 0.5}) as net:
+        session = net.sessions[0]
+
+        async def cycle(number: int) -> None:
+            requests: list[Coroutine[Any, Any, Subscription | FetchStream | NamespaceWatch]] = [
+                join(session, track.name),
+                session.fetch(track.name, filter=EVERYTHING),
+                session.subscribe(FullTrackName(NAMESPACE, b"no")),
+                session.subscribe_namespace(NAMESPACE),
+            ]
+            for request in requests:
+                task = asyncio.ensure_future(request)
+                await asyncio.sleep(0.01 * (number % 7))
+                task.cancel()
+                with suppress(asyncio.CancelledError, RequestRejected):
+                    await (await task).close()
+            if number % 10 == 0:
+                await asyncio.sleep(2)
+
+        for number in range(60):
+            await cycle(number)
+        await asyncio.sleep(30)
+        gc.collect()
+        tracemalloc.start()
+        try:
+            for number in range(200):
+                await cycle(number)
+            await asyncio.sleep(30)
+            gc.collect()
+            # The simulated network keeps a note of each stream that there ever was.
+            kept = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(False, memory.__file__)])
+            grown = sum(trace.size for trace in kept.traces)
+        finally:
+            tracemalloc.stop()
+        assert grown < 50_000
+        found = held(net)
+        assert not {name for name in found if "scene" in name}
 
 
 async def test_a_subscriber_that_leaves_while_the_relay_waits_for_a_publisher() -> None:
