@@ -117,11 +117,14 @@ async def upstream_back(net: Network, _: Publisher) -> None:
 
 
 async def upstream_says_goaway(net: Network, _: Publisher) -> None:
-    for feed in net.relays[0].feeds.values():
-        for delivery in list(feed.track._watchers):
-            session = delivery.session  # type: ignore[attr-defined]  # All are Deliveries.
-            if session.connection is net.links[1].server and not session._leaving:
-                await session.goaway(timeout=30.0)
+    sessions: set[Session] = {
+        delivery.session  # type: ignore[attr-defined]  # All are Deliveries.
+        for feed in net.relays[0].feeds.values()
+        for delivery in feed.track._watchers
+    }
+    for session in sessions:
+        if session.connection is net.links[1].server:
+            await session.goaway(timeout=30.0)
     await net.chain(1, 0)
 
 

@@ -152,7 +152,7 @@ async def test_subscribe_and_cancel_cycles_leave_memory_flat(relays: int) -> Non
             grown = sum(trace.size for trace in kept.traces)
         finally:
             tracemalloc.stop()
-        assert grown < 50_000
+        assert grown < 100_000  # Of 800 requests: 125 bytes each, with rings of what is retired, and caches.
         found = held(net)
         assert not {name for name in found if "scene" in name}
 
