@@ -1,4 +1,4 @@
-"""The rows of throughput.py: what its child processes run, `python rows.py NAME SETTINGS [PORT]`.
+"""The rows of throughput.py and relay.py: what child processes run, `python rows.py NAME SETTINGS [PORT]`.
 
 A child talks to the benchmark in lines of JSON over its standard streams. It imports little besides what its
 row needs, so that its peak memory is that of the row.
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from kvcs.identity import Descriptor
+    from kvcs.publisher import Publisher
 
 HOST: Final = "127.0.0.1"
 CHUNK: Final = 1 << 18
@@ -38,6 +39,8 @@ class Settings:
     """Of the kvcs row; the aioquic yardstick always has MAX_DATAGRAM_SIZE."""
     directory: str
     """Holds ca.pem, cert.pem and key.pem."""
+    relay_port: int = 0
+    """Where the relay is that RELAYED goes through."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,15 +237,13 @@ def _tokens(settings: Settings) -> range:
     return range(settings.size // (2 * settings.layers * 2048))
 
 
-async def publish_kvcs(control: Control) -> None:
-    """The product: all layers published before "go", then served by FETCH."""
+async def _published(settings: Settings) -> Publisher:
+    """All layers of a cache."""
     import numpy as np
 
-    import moqt
     from kvcs.identity import ScopeKey
     from kvcs.publisher import Publisher
 
-    settings = control.settings
     publisher = Publisher(_descriptor(settings), ScopeKey(bytes(32)))
     publication = publisher.publish(_tokens(settings))
     shape = (len(_tokens(settings)), 8, 128)
@@ -252,6 +253,15 @@ async def publish_kvcs(control: Control) -> None:
             for _ in "kv"
         )
         await publication.segment.put_layer(layer, k, v)
+    return publisher
+
+
+async def publish_kvcs(control: Control) -> None:
+    """The product: all layers published before "go", then served by FETCH."""
+    import moqt
+
+    settings = control.settings
+    publisher = await _published(settings)
     directory = Path(settings.directory)
     async with moqt.serve(
         HOST,
@@ -262,6 +272,22 @@ async def publish_kvcs(control: Control) -> None:
         options=moqt.QuicOptions(max_datagram_size=settings.datagram_size),
     ) as server:
         await control.serve(server.port)
+
+
+async def publish_to_relay(control: Control) -> None:
+    """The same at a relay, which subscribers dial in its place."""
+    import moqt
+
+    settings = control.settings
+    publisher = await _published(settings)
+    async with moqt.connect(
+        f"moqt://{HOST}:{settings.relay_port}/",
+        ca=Path(settings.directory, "ca.pem"),
+        tracks=publisher.tracks,
+        announce=True,
+        options=moqt.QuicOptions(max_datagram_size=settings.datagram_size),
+    ):
+        await control.serve(settings.relay_port)
 
 
 async def sink_kvcs(control: Control, port: int) -> None:
@@ -277,7 +303,7 @@ async def sink_kvcs(control: Control, port: int) -> None:
     ) as session:
         subscriber = Subscriber(session, _descriptor(settings), ScopeKey(bytes(32)))
         await control.go()
-        async with await subscriber.receive(_tokens(settings)) as reception:
+        async with await subscriber.receive(_tokens(settings), wait=10.0) as reception:
             async for layer in reception:
                 assert layer.v is not None
                 control.received(layer.k.nbytes + layer.v.nbytes)
@@ -287,12 +313,13 @@ async def sink_kvcs(control: Control, port: int) -> None:
 TCP: Final = Row("TCP, asyncio streams", publish_tcp, sink_tcp)
 AIOQUIC: Final = Row("aioquic, one uni stream", publish_aioquic, sink_aioquic)
 KVCS: Final = Row("kvcs, digests checked", publish_kvcs, sink_kvcs)
+RELAYED: Final = Row("kvcs, through a relay", publish_to_relay, sink_kvcs)
 ROWS: Final = (TCP, AIOQUIC, KVCS)
 
 
 def main() -> None:
     """`rows.py NAME SETTINGS [PORT]`: the publisher of a row, or with a port its subscriber."""
-    row = next(row for row in ROWS if row.name == sys.argv[1])
+    row = next(row for row in (*ROWS, RELAYED) if row.name == sys.argv[1])
     control = Control(Settings(**json.loads(sys.argv[2])))
 
     async def run() -> None:
