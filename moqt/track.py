@@ -111,7 +111,8 @@ class TrackWatcher:
 class Hole:
     """A range of a cached Track that is fetched. When it is `done`, what could not be found out is in
     `unknown`, and `refusal` says why. `replied`: the publisher has said how far the Track goes. `ahead`
-    counts the bytes that have come and that nobody has used; somebody who is `hungry` waits for more.
+    counts the bytes that have come and that nobody has used, `unused` are those Objects; somebody who is
+    `hungry` waits for more.
     """
 
     start: Location
@@ -121,6 +122,7 @@ class Hole:
     refusal: RequestRefused | None = None
     replied: bool = False
     ahead: int = 0
+    unused: set[StoredObject] = field(default_factory=set)
     hungry: bool = False
 
 

@@ -346,6 +346,7 @@ class CachedTrack(Track):
             )
             if hole is not None:
                 hole.ahead += OVERHEAD + item.size
+                hole.unused.add(item)
             item.writers += 1  # So that it is not thrown out at once.
             self._store(item, header, expires)
             item.writers -= 1
@@ -478,9 +479,10 @@ class CachedTrack(Track):
 
     def release(self, hole: Hole) -> None:
         """What was fetched for a hole, and nobody has used, need not stay."""
-        for item in self.kept():
-            if item.hole is hole:
-                item.hole = None
+        for item in hole.unused:
+            assert isinstance(item, CachedObject)
+            item.hole = None
+        hole.unused.clear()
 
     def stop(self) -> None:
         """The relay ends."""
@@ -670,6 +672,7 @@ class CachedTrack(Track):
     def _take_from_hole(self, item: CachedObject) -> None:
         if item.hole is not None:
             item.hole.ahead -= OVERHEAD + item.size
+            item.hole.unused.discard(item)
             item.hole = None
             self._changed()
 

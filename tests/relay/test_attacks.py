@@ -10,11 +10,15 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from moqt import FullTrackName, Limits, Session, Subscription
+from moqt import FullTrackName, Limits, Location, Session, Subscription
 from moqt.errors import DoneCode, RequestCode
 from moqt.quic.memory import Link, pair
 from moqt.relay import Relay
+from moqt.relay.cache import Cache, CachedTrack
+from moqt.track import Hole
 from moqt.wire import (
+    ObjectHeader,
+    ObjectStatus,
     Parameters,
     PropertyType,
     Publish,
@@ -200,3 +204,24 @@ async def test_prefixes_are_not_compared_with_each_other() -> None:
     assert calls_of(relay._prefixes.needed) < 40_000
     relay.wanted((), True)
     assert relay._prefixes.needed() == {()}
+
+
+async def test_the_end_of_a_fetch_costs_what_it_brought() -> None:
+    """Somebody who asks for one Object after the other has each fetched on its own."""
+    track = CachedTrack(NAME, Cache(1 << 30), lambda _track, start, end, _order: Hole(start, end))
+
+    def begin(number: int, hole: Hole | None) -> None:
+        place = Location(0, number)
+        track.begin(ObjectHeader(place, 0, 128, (), b"", ObjectStatus.NORMAL, 0), live=False, hole=hole)
+
+    for number in range(2000):
+        begin(number, None)
+    hole = Hole(Location(0, 2000), Location(0, 2003))
+    for number in range(2000, 2004):
+        begin(number, hole)
+    pinned = [item for item in track.kept() if item.busy]
+    assert len(pinned) == 4
+    track.use(pinned[0])
+    assert not pinned[0].busy
+    assert calls_of(lambda: track.release(hole)) < 20
+    assert not any(item.busy for item in track.kept())
