@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ from moqt.filters import (
 from moqt.quic.api import Buffer, ConnectionClosed
 from moqt.requests import RequestStream
 from moqt.scheduler import Outgoing, Urgency
+from moqt.timeouts import Timeouts
 from moqt.track import StoredObject, Track, TrackWatcher
 from moqt.wire import (
     ObjectDatagram,
@@ -60,6 +62,7 @@ class _Subgroup:
     outgoing: Outgoing
     encoder: SubgroupEncoder
     version: int
+    timeouts: Timeouts
     last: StoredObject | None = None
 
 
@@ -88,6 +91,7 @@ class Delivery(TrackWatcher):
         self._start, self._end = Location(0, 0), LAST
         self._select(parameters.location_filter or self._filter)
         self._version = 0
+        self._timeouts = Timeouts.asked(parameters)
         self._subgroups: dict[tuple[int, int], _Subgroup] = {}
         self._fills: set[Outgoing] = set()
         self._sending: set[Outgoing] = set()
@@ -142,6 +146,11 @@ class Delivery(TrackWatcher):
         current = self._subgroups.get((group, subgroup))
         if current is not None and code is None:
             self._scheduler.push(current.outgoing, fin=True)
+            if current.timeouts.of_subgroup:
+                outgoing = current.outgoing
+                self._later(
+                    current.timeouts.of_subgroup, self._scheduler.reset, outgoing, ResetCode.DELIVERY_TIMEOUT
+                )
         elif code is not None:
             self._reset((group, subgroup), code)
         if code is None:
@@ -185,7 +194,17 @@ class Delivery(TrackWatcher):
             item.location.object, item.size, status=item.status, properties=item.properties
         )
         subgroup.last = item
+        if subgroup.timeouts.of_object:
+            self._later(subgroup.timeouts.of_object, self._too_old, key, subgroup, subgroup.outgoing.end)
         self._push(subgroup, item, header, *item.since(0))
+
+    def _later(self, seconds: float, callback: Callable[..., None], *arguments: object) -> None:
+        asyncio.get_running_loop().call_later(seconds, callback, *arguments)
+
+    def _too_old(self, key: tuple[int, int], subgroup: _Subgroup, start: int) -> None:
+        """An Object that begins at `start` of its stream has not begun to leave in time (moqt 12.7)."""
+        if self._subgroups.get(key) is subgroup and subgroup.outgoing.gone <= start:
+            self._reset(key, ResetCode.DELIVERY_TIMEOUT)
 
     def _push(self, subgroup: _Subgroup, item: StoredObject, *pieces: Buffer) -> None:
         self._scheduler.push(subgroup.outgoing, *pieces)
@@ -239,10 +258,19 @@ class Delivery(TrackWatcher):
             (self._priority, item.priority, rank(self._order, item.location.group), 1),
             on_end=lambda code: self._subgroup_ended(key, outgoing, code),
         )
-        subgroup = self._subgroups[key] = _Subgroup(outgoing, SubgroupEncoder(header), self._version)
+        subgroup = self._subgroups[key] = _Subgroup(
+            outgoing, SubgroupEncoder(header), self._version, self._timeouts_of(item)
+        )
         self._sending.add(outgoing)
         self._scheduler.push(outgoing, subgroup.encoder.header())
         return subgroup
+
+    def _timeouts_of(self, item: StoredObject) -> Timeouts:
+        """For a Subgroup of which `item` is the first that is sent."""
+        said = Timeouts.said(self.track.properties)
+        if item.properties and self.track.starts_subgroup(item):
+            said = Timeouts.said(decode_properties(item.properties), said)
+        return self._timeouts.with_(said)
 
     def _holds_group_end(self, item: StoredObject) -> bool:
         """Whether the stream of this Group, if it ends with FIN, ends with the Group's last Object (moqt
@@ -337,6 +365,7 @@ class Delivery(TrackWatcher):
                     RequestCode.EXCESSIVE_LOAD, f"{limits.max_fills} fills of this subscription are running"
                 )
         self._version += 1
+        self._timeouts = Timeouts.asked(parameters, self._timeouts)
         self._range_filters = range_filters
         if parameters.location_filter is not None:
             self._select(parameters.location_filter)

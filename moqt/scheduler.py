@@ -107,6 +107,16 @@ class Outgoing:
         self._source = source
 
     @property
+    def gone(self) -> int:
+        """Bytes that were handed to QUIC."""
+        return self._gone
+
+    @property
+    def end(self) -> int:
+        """Bytes in all, those that wait included."""
+        return self._gone + self.backlog
+
+    @property
     def waits(self) -> bool:
         """Whether there is anything that was not handed over yet."""
         return not self.ended and bool(self._parts or self._source is not None or self.ending)

@@ -256,11 +256,14 @@ class Session:
         priority: int = 128,
         order: GroupOrder | None = None,
         forward: bool = True,
+        object_timeout: float | None = None,
+        subgroup_timeout: float | None = None,
         sink: Sink | None = None,
         deadline: float | None = None,
     ) -> Subscription:
         """Subscribe to `track`; without a `filter`, to what is published from now on (Next Object). Objects
-        go into `sink` as they come, if one is given, and not into the queue.
+        go into `sink` as they come, if one is given, and not into the queue. What is older than the timeouts,
+        in seconds, before it leaves need not be sent (moqt 12.7).
 
         Raises RequestRejected, StreamReset (the peer has cancelled instead of answering), DeadlineExceeded
         (after `deadline` seconds, `limits.reply_deadline` if None), SessionClosed, ConnectionLost,
@@ -277,6 +280,8 @@ class Session:
             group_order=order,
             range_filters=range_filters,
             fill=fill.parameters() if fill else None,
+            object_delivery_timeout=None if object_timeout is None else int(object_timeout * 1000),
+            subgroup_delivery_timeout=None if subgroup_timeout is None else int(subgroup_timeout * 1000),
         )
         request_id = -1
 

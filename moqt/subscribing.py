@@ -193,6 +193,8 @@ class Subscription(Reception):
         range_filters: tuple[RangeFilter, ...] = (),
         fill: Fill | None = None,
         new_group: int | None = None,
+        object_timeout: float | None = None,
+        subgroup_timeout: float | None = None,
     ) -> bool:
         """Send a REQUEST_UPDATE and wait for its reply; what is None stays as it is (moqt 4.2). Returns
         whether a fill stream will come.
@@ -209,6 +211,8 @@ class Subscription(Reception):
             range_filters=range_filters,
             fill=fill.parameters() if fill else None,
             new_group_request=new_group,
+            object_delivery_timeout=None if object_timeout is None else int(object_timeout * 1000),
+            subgroup_delivery_timeout=None if subgroup_timeout is None else int(subgroup_timeout * 1000),
         )
         request_id = self.session.ids.next()
         if fill is not None:
