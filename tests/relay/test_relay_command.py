@@ -48,6 +48,28 @@ async def test_two_relays_between_publisher_and_subscribers(place: Place) -> Non
                 assert events[-1] == {"event": "end", "reason": "SIGTERM"}
 
 
+@pytest.mark.parametrize("relays_too", [False, True])
+async def test_kill_9_of_the_publisher(place: Place, relays_too: bool) -> None:
+    """What the last relay has in its cache is found and served whole while nobody knows yet that the publisher
+    is gone; and also when the first relay was killed with it.
+    """
+    async with running(relay(place)) as upper:
+        port = (await upper.until("listening"))["port"]
+        async with running(relay(place, "--upstream", f"moqt://localhost:{port}")) as lower:
+            lower_port = (await lower.until("listening"))["port"]
+            await lower.until("connected")
+            dial = ("--connect", f"moqt://localhost:{port}", "--ca", str(place.certificates.ca))
+            async with running(place.publish(*dial)) as publisher:
+                await publisher.until("publication")
+                for killed in ((), (publisher, upper) if relays_too else (publisher,)):
+                    for command in killed:
+                        command.process.kill()
+                        await command.end()
+                    code, _, errors = await run(place.subscribe(lower_port))
+                    assert (code, errors) == (0, "")
+                    assert same(place, range(LAYERS), BLOCKS * BLOCK_TOKENS)
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
