@@ -156,7 +156,7 @@ async def test_a_cache_through_their_relay(
     layers, so the others come to it by a FETCH from our publisher; and it makes an End of Group of the End of
     Track, so that the end is known from the manifest.
     """
-    caplog.set_level("DEBUG", logger="moqt.session")
+    caplog.set_level("DEBUG", logger="moqt.answering")
     async with (
         asyncio.timeout(2 * DEADLINE),
         their_relay(certificates) as uri,

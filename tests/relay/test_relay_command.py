@@ -50,8 +50,8 @@ async def test_two_relays_between_publisher_and_subscribers(place: Place) -> Non
 
 @pytest.mark.parametrize("relays_too", [False, True])
 async def test_kill_9_of_the_publisher(place: Place, relays_too: bool) -> None:
-    """What the last relay has in its cache is found and served whole while nobody knows yet that the publisher
-    is gone; and also when the first relay was killed with it.
+    """What the last relay has in its cache is found and served whole while nobody knows yet that the
+    publisher is gone; and also when the first relay was killed with it.
     """
     async with running(relay(place)) as upper:
         port = (await upper.until("listening"))["port"]
