@@ -214,7 +214,7 @@ async def test_without_the_right_neither_cache_nor_upstream_is_looked_at(action:
         assert list(here.net.relays[0].feeds) == ([K] if warm else [])
 
 
-@pytest.mark.requirement("R10d")
+@pytest.mark.requirement("R8b", "R10d")
 @pytest.mark.parametrize(
     "action", [Action.SUBSCRIBE_NAMESPACE, Action.SUBSCRIBE_TRACKS, Action.PUBLISH_NAMESPACE]
 )
@@ -229,7 +229,7 @@ async def test_what_is_shorter_than_a_scope_is_denied(action: Action, fields: in
         assert getattr(answer, "code", None) == RequestCode.UNAUTHORIZED
 
 
-@pytest.mark.requirement("R10d")
+@pytest.mark.requirement("R8b", "R10d")
 @pytest.mark.parametrize("relays", [1, 2])
 async def test_a_scope_is_exactly_what_its_members_reach(relays: int) -> None:
     """Discovery, subscription, fetch and status of ("kvcs-1", Scope ID) with the token of that scope; of
