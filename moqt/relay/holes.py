@@ -127,7 +127,7 @@ class Holes:
 
     async def _await_fill(self, track: CachedTrack, hole: Hole, order: GroupOrder, inlet: FetchInlet) -> None:
         try:
-            if not await inlet.watch(inlet.ended, self._relay.stall):
+            if not await inlet.watch(inlet.ended, self._relay.stall, lambda: False):
                 return
             if inlet.ended.result() is None:
                 inlet.finish(hole.end)
@@ -191,11 +191,13 @@ class Holes:
                 return
             tried.add(session)
             try:
-                async with self._relay.fetches(session, FETCHES):
+                slots = self._relay.fetches(session, FETCHES)
+                async with slots:
                     others = bool(self._relay.others(track.name, tried))
                     hasty = session not in hurried and (others or session in self._relay.silent)
                     patience = self._relay.answer - (HASTE if session in hurried else 0.0)
-                    await self._fetch_from(track, session, hole, order, HASTE if hasty else patience)
+                    deadline = HASTE if hasty else patience
+                    await self._fetch_from(track, session, hole, order, deadline, slots.locked)
                 return
             except DeadlineExceeded as error:
                 logger.info("%s: a fetch of %s broke: %s", session.connection.id, track.name, error)
@@ -218,7 +220,13 @@ class Holes:
                 errors.append(error)
 
     async def _fetch_from(
-        self, track: CachedTrack, session: Session, hole: Hole, order: GroupOrder, deadline: float
+        self,
+        track: CachedTrack,
+        session: Session,
+        hole: Hole,
+        order: GroupOrder,
+        deadline: float,
+        crowded: Callable[[], bool],
     ) -> None:
         low, high = next(gaps(track, hole.start, hole.end))
         # What has come by another attempt is not asked for again.
@@ -243,7 +251,7 @@ class Holes:
             track.wake()
             reading = asyncio.ensure_future(_to_the_end(fetch))
             try:
-                if not await inlet.watch(reading, self._relay.stall):
+                if not await inlet.watch(reading, self._relay.stall, crowded):
                     return
                 await reading
             except TimeoutError as error:

@@ -17,6 +17,9 @@ from moqt.wire import EndOfRange, ObjectDatagram, ObjectHeader, ObjectStatus, Ra
 
 __all__ = ["FetchInlet", "SubgroupInlet", "gaps", "live_inlet"]
 
+LOOK = 1.0
+"""Seconds after which it is looked again how a fetch goes on."""
+
 
 class SubgroupInlet(Inlet):
     """Brings the Objects of one subgroup stream into the Track."""
@@ -175,20 +178,24 @@ class FetchInlet(Inlet):
                 self._track.learn(first, last)
             self._hole.unknown.add(max(low, successor(reached)), high)
 
-    async def watch(self, over: asyncio.Future[Any], stall: float) -> bool:
-        """Wait until the stream is `over`; False if it is stopped because nobody wants the rest now. Raises
-        TimeoutError when nothing has come for `stall` seconds.
+    async def watch(self, over: asyncio.Future[Any], stall: float, crowded: Callable[[], bool]) -> bool:
+        """Wait until the stream is `over`; False if it is stopped because nobody wants the rest now, or who
+        wants it is slow while the publisher is `crowded`: then it is fetched later. Raises TimeoutError when
+        nothing has come for `stall` seconds.
         """
-        heard = -1
+        loop = asyncio.get_running_loop()
+        heard, since = self._heard, loop.time()
         while not over.done():
-            if self._heard == heard and self._waiting:
+            stalled = loop.time() - since >= stall
+            if self._waiting and (stalled or crowded()):
                 self._unwanted = True
                 self._track.wake()
                 return False
-            if self._heard == heard:
+            if stalled:
                 raise TimeoutError(f"nothing came for {stall:g} s")
-            heard = self._heard
-            await asyncio.wait((over,), timeout=stall)
+            await asyncio.wait((over,), timeout=min(stall, LOOK))
+            if self._heard != heard:
+                heard, since = self._heard, loop.time()
         return True
 
     def _close(self, code: int | None) -> None:

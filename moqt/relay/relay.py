@@ -8,7 +8,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -418,8 +418,8 @@ class Relay:
             and all(track.complete or (track.ended is None and track.current) for track in tracks)
         )
 
-    def fetches(self, session: Session, limit: int) -> AbstractAsyncContextManager[None]:
-        """A slot for one of `limit` fetches at a session."""
+    def fetches(self, session: Session, limit: int) -> asyncio.Semaphore:
+        """The slots for `limit` fetches at a session."""
         for known in [known for known in self._fetching if known.closed]:
             del self._fetching[known]
         return self._fetching.setdefault(session, asyncio.Semaphore(limit))

@@ -10,11 +10,13 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from moqt import FullTrackName, Limits, Location, Session, Subscription
+from moqt import FullTrackName, Limits, Location, ReceivedObject, Session, Subscription
 from moqt.errors import DoneCode, RequestCode
+from moqt.quic.api import QuicOptions
 from moqt.quic.memory import Link, pair
 from moqt.relay import Relay
 from moqt.relay.cache import Cache, CachedTrack
+from moqt.relay.holes import FETCHES
 from moqt.track import Hole
 from moqt.wire import (
     ObjectHeader,
@@ -33,7 +35,7 @@ from moqt.wire import (
 )
 from tests.moqt.ends import Peer
 from tests.moqt.hostile import frame, full_name, prefixed, vi
-from tests.moqt.scene import collect, make_track
+from tests.moqt.scene import EVERYTHING, collect, filled, make_track, objects
 from tests.relay.network import Network, join, network
 
 pytestmark = pytest.mark.virtual
@@ -225,3 +227,33 @@ async def test_the_end_of_a_fetch_costs_what_it_brought() -> None:
     assert not pinned[0].busy
     assert calls_of(lambda: track.release(hole)) < 20
     assert not any(item.busy for item in track.kept())
+
+
+async def test_those_who_read_slowly_do_not_keep_a_publisher_from_others() -> None:
+    """As many fetches as a publisher is asked for at a time, each of which takes an Object now and then: they
+    make room for who waits.
+    """
+    size, tracks = 256 * 1024, [make_track(b"%d" % number) for number in range(FETCHES + 1)]
+    for track in tracks:
+        filled(track, [0], 12, size)
+    window = QuicOptions(max_data=size, max_stream_data=size)
+    options = {"cache_bytes": 16 * size}
+    async with network(*tracks, relay_options=options) as net:
+        _, slow = await net.subscriber(limits=Limits(receive_buffer=size), client=window)
+        fetches = [await slow.fetch(track.name, filter=EVERYTHING) for track in tracks[:FETCHES]]
+        taken = [0] * FETCHES
+
+        async def drip(number: int) -> None:
+            async for item in fetches[number]:
+                taken[number] += isinstance(item, ReceivedObject)
+                await asyncio.sleep(20)
+
+        dripping = [asyncio.create_task(drip(number)) for number in range(FETCHES)]
+        await asyncio.sleep(5)
+        async with asyncio.timeout(30):
+            wanted = tracks[-1].name
+            async with await net.sessions[0].fetch(wanted, filter=EVERYTHING) as fetch:
+                assert len(objects(await collect(fetch))) == 12
+        assert max(taken) < 12
+        await asyncio.gather(*dripping)
+        assert taken == [12] * FETCHES
