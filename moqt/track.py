@@ -112,7 +112,7 @@ class Hole:
     """A range of a cached Track that is fetched. When it is `done`, what could not be found out is in
     `unknown`, and `refusal` says why. `replied`: the publisher has said how far the Track goes. `ahead`
     counts the bytes that have come and that nobody has used, `unused` are those Objects; somebody who is
-    `hungry` waits for more.
+    `hungry` waits for more. Where the range is a `guess`, what did not come is asked for again.
     """
 
     start: Location
@@ -124,6 +124,7 @@ class Hole:
     ahead: int = 0
     unused: set[StoredObject] = field(default_factory=set)
     hungry: bool = False
+    guess: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,7 @@ class Holes:
         the reply it may be too late.
         """
         if wanted.filter.type not in (FilterType.RELATIVE_START, FilterType.NEXT_OBJECT) and not self._tasks:
-            hole = Hole(wanted.filter.start(None), wanted.filter.end or LAST)
+            hole = Hole(wanted.filter.start(None), wanted.filter.end or LAST, guess=True)
             if hole.start <= hole.end:
                 self._begin(track, hole, self._fetch(track, hole, wanted.order))
 
@@ -185,7 +185,7 @@ class Holes:
             if len(tried) < ATTEMPTS:
                 session = await self._relay.publisher(track.name, tried, self.patient_until)
             if session is None:
-                for low, high in gaps(track, hole.start, hole.end):
+                for low, high in () if hole.guess else gaps(track, hole.start, hole.end):
                     hole.unknown.add(low, high)
                 hole.refusal = refusal(errors)
                 return

@@ -176,7 +176,8 @@ class FetchInlet(Inlet):
         for low, high in ranges(self._order, *self._asked, self._last, None):
             for first, last in gaps(self._hole.unknown, low, min(high, reached)):
                 self._track.learn(first, last)
-            self._hole.unknown.add(max(low, successor(reached)), high)
+            if not self._hole.guess:
+                self._hole.unknown.add(max(low, successor(reached)), high)
 
     async def watch(self, over: asyncio.Future[Any], stall: float, crowded: Callable[[], bool]) -> bool:
         """Wait until the stream is `over`; False if it is stopped because nobody wants the rest now, or who

@@ -25,6 +25,7 @@ from moqt import (
     Subscription,
     Tracks,
 )
+from moqt.publishing import Publishing
 from moqt.subscribing import FetchStream
 from moqt.wire import PropertyType
 from tests.kvcs.stage import CACHE, MODEL, TOKENS, put_layers
@@ -338,3 +339,26 @@ async def test_a_cold_relay_takes_only_the_range_that_is_wanted() -> None:
         assert [item.location.group for item in objects(at_hand(subscription))] == [8] * 4 + [9] * 4
         assert net.upstream_bytes < 9 * SIZE
         await subscription.close()
+
+
+@pytest.mark.parametrize("before", [0, 2])
+async def test_what_is_published_between_fetch_and_subscribe(
+    before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cold relay sends both at once; what only the second one tells of is fetched after it."""
+    track = make_track(b"k", one_subgroup=True)
+    filled(track, range(before), 2, 300_000)
+    honest = Publishing.subscribe
+    async with network(track, window=16384) as net:  # So that the fetch takes longer than the reply.
+
+        async def late(publishing: Publishing, *arguments: object) -> None:
+            if publishing.session is net.publisher:
+                await asyncio.sleep(0.2)
+                filled(track, [before], 2, SIZE)
+            await honest(publishing, *arguments)  # type: ignore[arg-type]  # As they came.
+
+        monkeypatch.setattr(Publishing, "subscribe", late)
+        async with await net.sessions[0].fetch(track.name, filter=EVERYTHING) as fetch:
+            items = await collect(fetch)
+        check_exactly_once(track, objects(items))
+        assert not [item for item in items if isinstance(item, RangeNotice)]
