@@ -66,6 +66,8 @@ class CachedObject(StoredObject):
     after: int | None = None
     hole: Hole | None = None
     """What it was fetched for, until somebody uses it."""
+    recalled: bool = False
+    """Whether it came from disk."""
     older: CachedObject | None = None
     newer: CachedObject | None = None
 
@@ -311,10 +313,10 @@ class CachedTrack(Track):
         ends: bool = False,
         after: int | None = None,
         hole: Hole | None = None,
-        expires: float = math.inf,
+        recalled: float | None = None,
     ) -> Writer | None:
-        """An Object has begun to come, on a subscription (`live`), a fetch, or from disk; None if it is of no
-        use. It expires when the Track says so, or before, at `expires`.
+        """An Object has begun to come, on a subscription (`live`) or a fetch; None if it is of no use. With
+        `recalled` it comes from disk, and expires then.
 
         Raises MalformedTrack.
         """
@@ -348,7 +350,9 @@ class CachedTrack(Track):
                 hole.ahead += OVERHEAD + item.size
                 hole.unused.add(item)
             item.writers += 1  # So that it is not thrown out at once.
-            self._store(item, header, expires)
+            if recalled is not None:
+                item.recalled, item.expires = True, recalled
+            self._store(item, header)
             item.writers -= 1
         elif (item.size, item.datagram, item.priority) != (header.size, header.datagram, priority) or (
             item.subgroup != header.subgroup and not item.datagram
@@ -731,12 +735,12 @@ class CachedTrack(Track):
         self.wait(changed.set)
         await changed.wait()
 
-    def _store(self, item: CachedObject, header: ObjectHeader, expires: float) -> None:
+    def _store(self, item: CachedObject, header: ObjectHeader) -> None:
         location = item.location
         entry = self._group(location.group)
         entry.objects[location.object] = item
         insort(entry.ids, location.object)
-        item.expires = min(asyncio.get_running_loop().time() + self._lifetime, expires)
+        item.expires = min(item.expires, asyncio.get_running_loop().time() + self._lifetime)
         self._count += 1
         if item.expires < math.inf:
             self._expect_expiry(item)

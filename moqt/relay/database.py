@@ -151,11 +151,13 @@ class LoadedTrack:
 class Batch:
     """What is written in one transaction; Tracks are told by their `id`.
 
-    `dropped` Tracks go before anything comes. `used` are Objects that somebody wanted.
+    `dropped` Tracks go before anything comes. Objects in `again` should be there: they are compared with what
+    is. `used` are Objects that somebody wanted.
     """
 
     tracks: list[KeptTrack] = field(default_factory=list)
     objects: list[tuple[int, KeptObject]] = field(default_factory=list)
+    again: list[tuple[int, KeptObject]] = field(default_factory=list)
     absent: list[tuple[int, Location, Location]] = field(default_factory=list)
     used: list[tuple[int, Location]] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
@@ -163,11 +165,13 @@ class Batch:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a batch has done: `removed` Objects had expired, or made room for it. With an `error` nothing of
-    the batch was written. `bytes` of the file hold something now; the next Object expires at `expires`.
+    """What a batch has done: `removed` Objects had expired, or made room for it; `contradictions` are where
+    another Object was. With an `error` nothing of the batch was written. `bytes` of the file hold something
+    now; the next Object expires at `expires`.
     """
 
     removed: list[tuple[int, Location]] = field(default_factory=list)
+    contradictions: list[tuple[int, Location]] = field(default_factory=list)
     bytes: int = 0
     expires: float = math.inf
     error: BaseException | None = None
@@ -239,8 +243,9 @@ class Database:
         try:
             self._make_room(batch, now, outcome)
             with self._transaction():
-                self._insert(batch)
-            self._count += len(batch.objects)
+                fresh = batch.objects + [one for one in batch.again if not self._is_there(*one, outcome)]
+                self._insert(batch, fresh)
+            self._count += len(fresh)
             outcome.expires = self._one("SELECT min(expires) FROM objects") or math.inf
             outcome.bytes = self.bytes
         except sqlite3.Error as error:
@@ -348,8 +353,9 @@ class Database:
         for number in batch.dropped:
             self._remove_all("track = ?", number, outcome)
         self._remove_all("expires <= ?", now, outcome)
-        need = sum(_room(item) for _, item in batch.objects) + PAGE * ROWS
-        self._evict(outcome, self._limit - need, self._limit // LEAST_ROOM - len(batch.objects))
+        objects = batch.objects + batch.again
+        need = sum(_room(item) for _, item in objects) + PAGE * ROWS
+        self._evict(outcome, self._limit - need, self._limit // LEAST_ROOM - len(objects))
 
     def _evict(self, outcome: Outcome, target: int, most: int) -> None:
         """Throw out what was used longest ago, until no more than `target` bytes are taken, by no more than
@@ -397,7 +403,20 @@ class Database:
         self._count -= len(removed)
         outcome.removed += removed
 
-    def _insert(self, batch: Batch) -> None:
+    def _is_there(self, track: int, item: KeptObject, outcome: Outcome) -> bool:
+        same = (
+            "SELECT payload = ? AND priority = ? AND datagram = ? AND (datagram OR subgroup = ?)"
+            " FROM objects JOIN payloads ON object = id WHERE track = ? AND location = ?"
+        )
+        subgroup, key = item.subgroup.to_bytes(8, "big"), _key(item.location)
+        found = self._execute(
+            same, (_payload(item), item.priority, item.datagram, subgroup, track, key)
+        ).fetchone()
+        if found is not None and not found[0]:
+            outcome.contradictions.append((track, item.location))
+        return found is not None
+
+    def _insert(self, batch: Batch, objects: list[tuple[int, KeptObject]]) -> None:
         use = self._next_use
         for track in batch.tracks:
             values = (
@@ -413,7 +432,7 @@ class Database:
                 " finished = excluded.finished",
                 (track.id, *values),
             )
-        self._insert_objects(batch.objects, use)
+        self._insert_objects(objects, use)
         for number, first, last in batch.absent:
             self._execute("REPLACE INTO absent VALUES (?, ?, ?)", (number, _key(first), _key(last)))
         for track_id, used in groupby(sorted(batch.used), key=itemgetter(0)):
@@ -437,7 +456,7 @@ class Database:
                 rows, payloads, size = [], [], 0
             number = self._next_object
             self._next_object += 1
-            payload = item.payload[0] if len(item.payload) == 1 else b"".join(item.payload)
+            payload = _payload(item)
             payloads.append((number, payload))
             rows.append(
                 (
@@ -498,6 +517,10 @@ def _room(item: KeptObject) -> int:
     """No fewer than the bytes that an Object takes: small rows share a page, large ones have their own."""
     sizes = 256 + len(item.properties), 32 + item.size
     return sum(2 * size if size < PAGE // 2 else PAGE * (2 + size // (PAGE - 4)) for size in sizes)
+
+
+def _payload(item: KeptObject) -> Buffer:
+    return item.payload[0] if len(item.payload) == 1 else b"".join(item.payload)
 
 
 def _checksum(properties: bytes, payload: Buffer) -> int:

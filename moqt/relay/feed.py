@@ -47,7 +47,10 @@ class Feed:
     def __init__(self, relay: Relay, name: FullTrackName) -> None:
         self.name = name
         self._holes = Holes(relay, self._spoil)
-        disk = None if relay.store is None else relay.store.track(name)
+        disk = None
+        if relay.store is not None:
+            disk = relay.store.track(name)
+            disk.on_contradiction = self._spoil
         self.track = CachedTrack(name, relay.cache, self._holes.fill, self._holes.open, disk)
         self.track.on_idle = self.settle
         self.track.on_lack = lambda: relay.reconsider(name.namespace)

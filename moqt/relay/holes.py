@@ -274,7 +274,7 @@ def _bring(track: CachedTrack, item: KeptObject, hole: Hole, expires: float) -> 
         item.datagram,
     )
     writer = track.begin(
-        header, live=False, first=item.first, ends=item.ends, after=item.after, hole=hole, expires=expires
+        header, live=False, first=item.first, ends=item.ends, after=item.after, hole=hole, recalled=expires
     )
     if writer is not None:
         for piece in item.payload:

@@ -73,7 +73,7 @@ class DiskTrack:
     """What the disk has of one Track: `stored` Objects, and `absent` Locations, where none exists.
 
     `properties`, `largest`, `ended` and `finished` are those of the CachedTrack. `on_lack` is called when an
-    Object is no longer stored.
+    Object is no longer stored, `on_contradiction` when another one has come in the place of one that is.
     """
 
     def __init__(self, store: Store, track: KeptTrack, stored: LocationSet, absent: LocationSet) -> None:
@@ -86,6 +86,7 @@ class DiskTrack:
         self.ended = track.ended
         self.finished = track.finished
         self.on_lack: Callable[[], None] = lambda: None
+        self.on_contradiction: Callable[[str], None] = lambda reason: None
         self.dropped = False
         self.unwritten: list[tuple[Location, Location]] = []
         """What of `absent` is not on disk."""
@@ -94,8 +95,8 @@ class DiskTrack:
         self._store = store
 
     def keep(self, item: CachedObject) -> None:
-        """Put an Object, of which all has come, on disk."""
-        if item.location not in self.stored:
+        """Put an Object, of which all has come, on disk, unless it has come from there."""
+        if not item.recalled:
             self._store.keep(self, item)
 
     def use(self, location: Location) -> None:
@@ -339,7 +340,9 @@ class Store:
             flight.append((track, track.id, item))
             if track.id in self._numbers:
                 self._changed.add(track)
-                batch.objects.append((track.id, _kept(item, item.expires + ahead)))
+                # Memory does not know what it has lost; what comes again may be something else (moqt 15 #3).
+                to = batch.again if item.location in track.stored else batch.objects
+                to.append((track.id, _kept(item, item.expires + ahead)))
         self._queued -= size
         for track in self._changed:
             batch.tracks.append(
@@ -379,6 +382,9 @@ class Store:
         self.on_written()
         for track in lacking:
             track.on_lack()
+        for number, location in outcome.contradictions:
+            if (owner := self._numbers.get(number)) is not None:
+                owner.on_contradiction(f"a second, different Object at {location}")
         if self._queue or self._changed or self._dropped:
             self._schedule()
         elif self._expires < math.inf:

@@ -70,7 +70,7 @@ def test_all_of_an_object_and_its_track_comes_back(path: Path) -> None:
     ]
     with database(path) as made:
         absent = [(7, Location(5, 4), Location(5, 9)), (7, Location(9, 0), LAST)]
-        assert made.write(Batch([track], [(7, item) for item in items], absent), 0.0).error is None
+        assert made.write(Batch([track], [(7, item) for item in items], absent=absent), 0.0).error is None
     with database(path) as made:
         (loaded,) = made.load()
         assert loaded.track == track
@@ -144,6 +144,31 @@ def test_nothing_stays_of_a_track_whose_last_object_goes(path: Path) -> None:
         made.write(Batch(), 2.0)
         assert list(made.load()) == []
     assert rows(path) == dict.fromkeys(("tracks", "objects", "payloads", "absent"), 0)
+
+
+def test_what_comes_again_is_compared(path: Path) -> None:
+    first = KeptObject(Location(0, 0), 5, 128, b"", (b"payload",))
+    other = KeptObject(Location(0, 1), 5, 128, b"", (b"payload",), datagram=True)
+    same = [
+        replace(first, payload=(b"pay", b"load"), first=True, ends=True, after=3, properties=b"\x02\x01"),
+        replace(other, subgroup=7),
+    ]
+    different = [
+        replace(first, payload=(b"Payload",)),
+        replace(first, payload=()),
+        replace(first, priority=127),
+        replace(first, subgroup=6),
+        replace(first, datagram=True),
+    ]
+    with database(path) as made:
+        write(made, first, other)
+        assert made.write(Batch([TRACK], again=[(1, item) for item in same]), 0.0).contradictions == []
+        for item in different:
+            outcome = made.write(Batch([TRACK], again=[(1, item)]), 0.0)
+            assert outcome.contradictions == [(1, first.location)]
+        missing = an_object(3, 3)  # It has made room meanwhile.
+        assert made.write(Batch([TRACK], again=[(1, missing)]), 0.0).contradictions == []
+        assert read(made) == [first, other, missing]
 
 
 def test_a_track_that_is_dropped(path: Path) -> None:

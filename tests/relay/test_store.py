@@ -124,7 +124,12 @@ async def test_an_object_stays_in_memory_until_it_is_written(tmp_path: Path) -> 
         await asyncio.sleep(2 * GATHER)
         assert not item.busy
         track.keep(item)
-        assert not item.busy  # It is there already.
+        assert item.busy  # It is compared with what is there.
+        await asyncio.sleep(2 * GATHER)
+        assert not item.busy
+        track.keep(an_object(0, 0, recalled=True))
+        assert store.unwritten == 0
+        assert await contents(track) == content(item)
 
 
 async def test_what_the_disk_does_not_take_in_time_is_not_kept(tmp_path: Path) -> None:
