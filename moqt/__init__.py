@@ -1,7 +1,7 @@
 """Media over QUIC Transport (draft-ietf-moq-transport-22) for asyncio.
 
 `connect` and `serve` make a `Session`; a `Track` in `Tracks` is what it offers, `subscribe` and `fetch` are
-what it asks for.
+what it asks for. `publish` offers a Track unasked.
 """
 
 from moqt.client import connect
@@ -25,6 +25,7 @@ from moqt.filters import GroupOrder, Location, LocationFilter, RangeFilter, Rang
 from moqt.ledger import MalformedTrack
 from moqt.limits import Limits
 from moqt.names import FullTrackName, TrackNamespace
+from moqt.offers import Offer, TracksWatch, publish
 from moqt.quic.api import QuicOptions
 from moqt.quic.udp import ListenLimits
 from moqt.server import Server, serve
@@ -68,6 +69,7 @@ __all__ = [
     "NamespaceEvent",
     "NamespaceWatch",
     "ObjectStatus",
+    "Offer",
     "ProtocolError",
     "QuicOptions",
     "RangeFilter",
@@ -94,7 +96,9 @@ __all__ = [
     "TrackNamespace",
     "TrackStatusResult",
     "Tracks",
+    "TracksWatch",
     "UsageError",
     "connect",
+    "publish",
     "serve",
 ]

@@ -270,15 +270,16 @@ class _TracksFeed:
             watching.cancel()
 
 
-async def publish(session: Session, track: Track) -> None:
-    """Offer a Track by PUBLISH, unasked, and serve the subscription until it is over. Raises RequestRejected,
-    SessionClosed, ConnectionLost.
+async def publish(session: Session, track: Track, *, forward: bool = True) -> None:
+    """Offer a Track by PUBLISH, unasked, and serve the subscription until it is over. Without `forward` it is
+    paused until the subscriber resumes it. Raises RequestRejected, SessionClosed, ConnectionLost.
     """
     request = AccessRequest(action=Action.SUBSCRIBE, namespace=track.name.namespace, name=track.name.name)
     authority = Authority(AllowAll(), request, Allowed())
     try:
         stream = await session.connection.open_when_possible(bidirectional=True)
-        await _Published(session, stream, track, Parameters()).serve(authority)
+        asked = Parameters(forward=None if forward else False)
+        await _Published(session, stream, track, asked).serve(authority)
     except ConnectionClosed as closed:
         raise session_error(closed) from None
 

@@ -61,8 +61,6 @@ class Feed:
         self._established: dict[Session, Subscription] = {}
         self._published: set[Session] = set()
         """Those of the publishers who have offered the Track themselves (PUBLISH)."""
-        self._forward = True
-        """Whether the publishers are asked to send Objects."""
         self._steering: asyncio.Task[None] | None = None
         self._group_request = -1
         """The new Group that the publishers were asked for, if it has not begun."""
@@ -406,6 +404,8 @@ class Feed:
         if self._broken:
             self._broken = False
             self._recover()
+        if self.track.watched:
+            self._steer()
 
     def _on_end(self, session: Session, status: int | None) -> None:
         """A publisher has ended its subscription with `status`, or was lost (None)."""
@@ -447,8 +447,8 @@ class Feed:
                 late = {one for one in self._established.values() if one.forward != forward} - failed
                 if not late:
                     return
-                if forward and track.largest is not None:
-                    # What comes from now on was promised; what was published meanwhile was not.
+                if forward and track.largest is not None and len(late) == len(self._established):
+                    # Those who go on were told our Largest Object: what was published behind it is theirs.
                     track.live_start = max(track.live_start, successor(track.largest))
                 for update in [self._update(one, forward=forward) for one in late]:
                     await update

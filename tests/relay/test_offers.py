@@ -77,13 +77,13 @@ async def taker(net: Network, **options: Any) -> AsyncIterator[tuple[Session, Ta
 
 
 @asynccontextmanager
-async def publishing(net: Network, *tracks: Track) -> AsyncIterator[Session]:
+async def publishing(net: Network, *tracks: Track, forward: bool = True) -> AsyncIterator[Session]:
     """A publisher at the first relay that sends PUBLISH for its Tracks, and announces nothing."""
     link = pair()
     session = Session(link.client, announce=False)
     server = Session(link.server, tracks=net.relays[0].tracks, announce=False)
     await asyncio.gather(session.start(), server.start())
-    serving = [asyncio.ensure_future(publish(session, track)) for track in tracks]
+    serving = [asyncio.ensure_future(publish(session, track, forward=forward)) for track in tracks]
     try:
         await asyncio.sleep(0.5)
         yield session
@@ -390,3 +390,20 @@ async def test_a_publisher_that_can_t_be_paused(monkeypatch: pytest.MonkeyPatch)
         filled(track, [0], 1, SIZE)
         async with await net.sessions[0].fetch(track.name, filter=EVERYTHING) as fetch:
             assert len(objects(await collect(fetch))) == 1
+
+
+async def test_a_publisher_that_comes_back_paused_is_resumed() -> None:
+    """moqt 15 #10, #11: somebody is waiting for it, and not paused."""
+    track = make_track(b"k", one_subgroup=True)
+    async with network(relay_options={"grace": 10.0}) as net:
+        async with publishing(net, track):
+            subscription = await join(net.sessions[0], track.name)
+            filled(track, [0], 1, SIZE)
+            await asyncio.sleep(1)
+        async with publishing(net, track, forward=False):
+            await asyncio.sleep(1)
+            assert not track._watchers[-1].paused
+            filled(track, [1], 1, SIZE)
+            await asyncio.sleep(1)
+            check_exactly_once(track, objects(at_hand(subscription)))
+            await subscription.close()
