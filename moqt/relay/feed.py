@@ -46,7 +46,8 @@ class Feed:
 
     def __init__(self, relay: Relay, name: FullTrackName) -> None:
         self.name = name
-        self._holes = Holes(relay, self._spoil)
+        self._sources: dict[Session, asyncio.Task[None]] = {}
+        self._holes = Holes(relay, self._sources.keys(), self._spoil)
         disk = None
         if relay.store is not None:
             disk = relay.store.track(name)
@@ -57,7 +58,6 @@ class Feed:
         self.track.on_steer = self._steer
         self.track.on_group_request = self._request_group
         self._relay = relay
-        self._sources: dict[Session, asyncio.Task[None]] = {}
         self._established: dict[Session, Subscription] = {}
         self._published: set[Session] = set()
         """Those of the publishers who have offered the Track themselves (PUBLISH)."""

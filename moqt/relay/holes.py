@@ -46,13 +46,15 @@ FETCHES = 16
 
 
 class Holes:
-    """The holes of one Track that are being filled. `spoil` is called when what comes makes it malformed.
+    """The holes of one Track that are being filled. `publishers` are its subscriptions' sessions; `spoil` is
+    called when what comes makes it malformed.
 
     `patient_until` is until when a publisher that went may come back.
     """
 
-    def __init__(self, relay: Relay, spoil: Callable[[str], None]) -> None:
+    def __init__(self, relay: Relay, publishers: Collection[Session], spoil: Callable[[str], None]) -> None:
         self.patient_until = 0.0
+        self._publishers = publishers
         self._relay = relay
         self._spoil = spoil
         self._tasks: dict[Hole, asyncio.Task[None]] = {}
@@ -136,6 +138,12 @@ class Holes:
             logger.info("a fill of %s: %s", track.name, error)
         await self._fetch(track, hole, order)
 
+    def _patience(self, tried: Collection[Session]) -> float:
+        """`patient_until`, also for those of which only we have noticed so far that they are lost."""
+        if any(session.closed for session in (*self._publishers, *tried)):
+            self.patient_until = asyncio.get_running_loop().time() + self._relay.grace
+        return self.patient_until
+
     async def _recall(self, track: CachedTrack, disk: DiskTrack, hole: Hole) -> None:
         """Bring back what is on disk. What turns out not to be there is a hole that will be fetched."""
         found = LocationSet()
@@ -183,7 +191,7 @@ class Holes:
         while next(gaps(track, hole.start, hole.end), None) is not None:
             session = None
             if len(tried) < ATTEMPTS:
-                session = await self._relay.publisher(track.name, tried, self.patient_until)
+                session = await self._relay.publisher(track.name, tried, self._patience(tried))
             if session is None:
                 for low, high in () if hole.guess else gaps(track, hole.start, hole.end):
                     hole.unknown.add(low, high)

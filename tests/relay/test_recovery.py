@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from moqt import DoneCode, FullTrackName, GroupOrder, Location, StoredObject
+from moqt import DoneCode, Fill, FullTrackName, GroupOrder, Location, StoredObject
 from moqt.errors import MalformedTrack
 from moqt.relay.cache import Cache, CachedTrack, Writer
 from moqt.track import Hole, TrackWatcher
@@ -191,3 +191,20 @@ async def test_a_publisher_that_is_lost_again_while_it_is_caught_up_with(cuts: i
         await asyncio.sleep(5)
         net.end(track)
         check_exactly_once(track, objects(await collect(subscription)))
+
+
+@pytest.mark.parametrize("order", list(GroupOrder))
+async def test_a_publisher_that_is_lost_in_the_middle_of_a_fill_and_comes_back(order: GroupOrder) -> None:
+    """What the fill lacks is fetched from it then; each Object once."""
+    track = make_track(b"k", one_subgroup=True)
+    filled(track, range(4), 3, 20_000)
+    async with network(track, window=16384) as net:
+        fill = Fill(filter=EVERYTHING, order=order)
+        subscription = await join(net.sessions[0], track.name, fill=fill)
+        received = [await anext(subscription) for _ in range(3)]
+        net.links[0].cut()
+        await asyncio.sleep(0.5)
+        await net.publish(net.tracks)
+        await asyncio.sleep(5)
+        net.end(track)
+        check_exactly_once(track, objects([*received, *await collect(subscription)]))

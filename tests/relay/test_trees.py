@@ -24,7 +24,6 @@ from moqt import (
     FetchStream,
     FullTrackName,
     GroupOrder,
-    Item,
     Limits,
     Location,
     LocationFilter,
@@ -33,7 +32,6 @@ from moqt import (
     RangeKind,
     ReceivedObject,
     Session,
-    StreamEnd,
     Subscription,
     Track,
     Tracks,
@@ -60,6 +58,7 @@ from tests.kvcs.test_completion import SOON, lose, never_complete, never_end, ne
 from tests.kvcs.test_late_join import STEPS
 from tests.kvcs.test_many_streams import hold_back, open_streams
 from tests.moqt.scene import EVERYTHING, noise, objects
+from tests.moqt.scene import collect as collect_all
 from tests.relay.caches import BLOCKS, LAYERS, ONCE, Tree, every_object, tree
 from tests.relay.network import join
 
@@ -205,14 +204,8 @@ def test_join_in_any_interleaving_with_cuts(
 
     async def consume(session: Session, name: FullTrackName, joined: asyncio.Event) -> list[ReceivedObject]:
         subscription = await join(session, name)
-        items: list[Item] = []
-        if not subscription.expects_fill:
-            joined.set()
-        async for item in subscription:
-            items.append(item)
-            if isinstance(item, StreamEnd) and item.group is None:
-                joined.set()
-        return objects(items)
+        joined.set()
+        return objects(await collect_all(subscription))
 
     async def main() -> None:
         longer = {"grace": 60.0, "upstream_wait": 60.0}  # than all outages together
@@ -233,7 +226,7 @@ def test_join_in_any_interleaving_with_cuts(
                         task = consume(made.session(consumer), track.name, joined[-1])
                         consumers.append((track, group.create_task(task)))
                 for _, hop in [cut for cut in cuts if cut[0] == number]:
-                    for one in joined:  # Nobody can be asked for what only a publisher has that is away.
+                    for one in joined:  # A publisher that is away can't be subscribed to.
                         await one.wait()
                     made.hops[hop % relays][-1].cut()
                     for _ in itertools.islice(steps, outage):
