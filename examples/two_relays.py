@@ -68,7 +68,7 @@ GEOMETRY = Geometry.of(DESCRIPTOR)
 EVERY = {Location(layer, block) for layer in range(LAYERS) for block in range(BLOCKS)}
 DEADLINE = 60.0  # seconds for all of it
 LOG_FORMAT = "%(levelname)s %(name)s: %(message)s"  # as the relay's
-REQUEST = re.compile(r"DEBUG moqt\.session: \S+ (Subscribe|Fetch) of \S+--(\S+)")
+REQUEST = re.compile(r"DEBUG moqt\.\w+: \S+ (Subscribe|Fetch) of \S+--(\S+)")
 
 
 @dataclass(slots=True)
@@ -241,7 +241,7 @@ def prefix_of(scope_key: ScopeKey) -> TrackNamespace:
 async def publish(role: Role) -> None:
     """The publisher's process: publishes as many layers as it is told to."""
     logging.basicConfig(format=LOG_FORMAT, stream=sys.stderr)
-    logging.getLogger("moqt.session").setLevel(logging.DEBUG)
+    logging.getLogger("moqt").setLevel(logging.DEBUG)
     publisher = Publisher(DESCRIPTOR, role.scope_key)
     publication = publisher.publish(TOKENS)
     uri, ca = role.arguments.publish, role.arguments.ca

@@ -39,7 +39,7 @@ def as_in_the_figure() -> Outcome:
         outcome.late[track] = Received(Counter(EVERY), set(range(CACHED)), set(range(CACHED, LAYERS)), True)
         for process, subscriptions in (("publisher", 1), ("Relay A", 1), ("Relay B", 2)):
             for _ in range(subscriptions):
-                outcome.read_log(process, f"DEBUG moqt.session: 0a: Subscribe of kvcs.2d1-x--{track}")
+                outcome.read_log(process, f"DEBUG moqt.answering: 0a: Subscribe of kvcs.2d1-x--{track}")
     return outcome
 
 
@@ -52,7 +52,7 @@ def test_what_is_not_as_in_the_figure_is_told() -> None:
     del lost.early[first].objects[next(iter(EVERY))]
     open_ended.late[first].ended = False
     wrong_way.late[first].filled.add(CACHED)
-    twice_asked.read_log("Relay A", "DEBUG moqt.session: 0b: Subscribe of kvcs.2d1-x--k.2eraw.2es0")
-    fetched.read_log("publisher", "DEBUG moqt.session: 0b: Fetch of kvcs.2d1-x--k.2eraw.2es0")
+    twice_asked.read_log("Relay A", "DEBUG moqt.answering: 0b: Subscribe of kvcs.2d1-x--k.2eraw.2es0")
+    fetched.read_log("publisher", "DEBUG moqt.answering: 0b: Fetch of kvcs.2d1-x--k.2eraw.2es0")
     for outcome in (twice, lost, open_ended, wrong_way, twice_asked, fetched):
         assert len(list(outcome.faults())) == 1
