@@ -17,7 +17,8 @@ from pathlib import Path
 
 from moqt.filters import Location
 from moqt.names import FullTrackName
-from moqt.relay.cache import Cache, CachedTrack
+from moqt.relay.cache import Cache
+from moqt.relay.cached import CachedTrack
 from moqt.relay.inlets import SubgroupInlet
 from moqt.track import Hole
 from moqt.wire import DataStreamDecoder, ObjectHeader, PayloadChunk, SubgroupEncoder, SubgroupHeader

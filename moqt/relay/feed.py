@@ -21,7 +21,7 @@ from moqt.filters import GroupOrder, LocationFilter
 from moqt.names import FullTrackName, printable
 from moqt.offers import Offer
 from moqt.reception import DataHeader, Inlet
-from moqt.relay.cache import CachedTrack
+from moqt.relay.cached import CachedTrack
 from moqt.relay.holes import Holes
 from moqt.relay.inlets import FetchInlet, live_inlet
 from moqt.relay.refusals import refusal

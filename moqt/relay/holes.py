@@ -18,7 +18,7 @@ from moqt.errors import (
 from moqt.fetching import LAST, predecessor, successor
 from moqt.filters import FilterType, GroupOrder, Location, LocationFilter
 from moqt.locations import LocationSet
-from moqt.relay.cache import CachedTrack
+from moqt.relay.cached import CachedTrack
 from moqt.relay.database import KeptObject
 from moqt.relay.inlets import FetchInlet, gaps
 from moqt.relay.refusals import refusal

@@ -11,7 +11,9 @@ from moqt.fetching import ranges, successor
 from moqt.filters import GroupOrder, Location
 from moqt.locations import LocationSet
 from moqt.reception import Inlet
-from moqt.relay.cache import MAX_RANGES, CachedTrack, Writer
+from moqt.relay.cache import Writer
+from moqt.relay.cached import CachedTrack
+from moqt.relay.followed import MAX_RANGES
 from moqt.track import Hole
 from moqt.wire import EndOfRange, ObjectDatagram, ObjectHeader, ObjectStatus, RangeStatus, SubgroupHeader
 

@@ -15,7 +15,8 @@ from weakref import WeakSet
 from moqt.errors import MoqtError, RequestCode, RequestRejected
 from moqt.names import FullTrackName, TrackNamespace, format_namespace, is_prefix
 from moqt.offers import Offer
-from moqt.relay.cache import Cache, CachedTrack
+from moqt.relay.cache import Cache
+from moqt.relay.cached import CachedTrack
 from moqt.relay.feed import Feed
 from moqt.relay.store import Store
 from moqt.session import Session

@@ -13,7 +13,7 @@ from moqt.authorization import Policy
 from moqt.errors import DoneCode
 from moqt.quic.memory import Link, pair
 from moqt.relay import Relay
-from moqt.relay.cache import CachedTrack
+from moqt.relay.cached import CachedTrack
 from moqt.wire import Token
 from tests.moqt.scene import EVERYTHING, NAMESPACE
 

@@ -15,7 +15,8 @@ from moqt.errors import DoneCode, RequestCode
 from moqt.quic.api import QuicOptions
 from moqt.quic.memory import Link, pair
 from moqt.relay import Relay
-from moqt.relay.cache import Cache, CachedTrack
+from moqt.relay.cache import Cache
+from moqt.relay.cached import CachedTrack
 from moqt.relay.holes import FETCHES
 from moqt.track import Hole
 from moqt.wire import (

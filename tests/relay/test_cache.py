@@ -23,7 +23,8 @@ from moqt import (
     Track,
 )
 from moqt.errors import DoneCode, MalformedTrack, ResetCode, StreamReset
-from moqt.relay.cache import GROUP_OVERHEAD, OVERHEAD, SEGMENT, TRACK_OVERHEAD, Cache, CachedTrack
+from moqt.relay.cache import GROUP_OVERHEAD, OVERHEAD, SEGMENT, TRACK_OVERHEAD, Cache
+from moqt.relay.cached import CachedTrack
 from moqt.relay.inlets import FetchInlet, SubgroupInlet
 from moqt.subscribing import FetchStream
 from moqt.track import Hole
@@ -363,7 +364,8 @@ async def test_pieces_of_an_object_that_is_on_its_way() -> None:
 
 async def test_what_is_known_of_what_is_not_here_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A publisher of every other Object, each of which is thrown out at once (moqt 21)."""
-    monkeypatch.setattr("moqt.relay.cache.MAX_RANGES", 100)
+    monkeypatch.setattr("moqt.relay.cached.MAX_RANGES", 100)
+    monkeypatch.setattr("moqt.relay.followed.MAX_RANGES", 100)
     cache = Cache(3 * OVERHEAD + GROUP_OVERHEAD + TRACK_OVERHEAD)
     track = cached_track(cache)
     for number in range(1000):

@@ -10,7 +10,8 @@ import pytest
 from moqt import FullTrackName, GroupOrder, Location, RangeStatus
 from moqt.fetching import Puller, ranges
 from moqt.locations import LocationSet
-from moqt.relay.cache import Cache, CachedTrack
+from moqt.relay.cache import Cache
+from moqt.relay.cached import CachedTrack
 from moqt.track import Hole
 from moqt.wire import DataStreamDecoder, EndOfRange, ObjectHeader, ObjectStatus
 

@@ -10,7 +10,8 @@ import pytest
 
 from moqt import DoneCode, Fill, FullTrackName, GroupOrder, Location, StoredObject
 from moqt.errors import MalformedTrack
-from moqt.relay.cache import Cache, CachedTrack, Writer
+from moqt.relay.cache import Cache, Writer
+from moqt.relay.cached import CachedTrack
 from moqt.track import Hole, TrackWatcher
 from moqt.wire import ObjectHeader, ObjectStatus
 from tests.moqt.scene import EVERYTHING, check_exactly_once, collect, filled, make_track, objects, piece
