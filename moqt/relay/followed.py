@@ -125,10 +125,17 @@ class FollowedTrack(Track):
         }
 
     def live_gap(self) -> tuple[Location, Location] | None:
-        """What somebody was promised and is not here."""
-        if self.largest is None or self.largest < self.live_start:
-            return None
-        return self.gap(self.live_start, self.largest)
+        """What somebody was promised, was not told, and is not here."""
+        start = self.live_start
+        while self.largest is not None and start <= self.largest:
+            gap = self.gap(start, self.largest)
+            if gap is None:
+                break
+            untold = self._told.gap(*gap)
+            if untold is not None:
+                return untold
+            start = successor(gap[1])
+        return None
 
     # Those who wait for a change.
 

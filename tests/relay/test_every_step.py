@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -167,11 +168,12 @@ FATAL: list[tuple[Fault, bool]] = [
 """Faults after which nothing more comes to the last relay, and whether nothing more comes to the first."""
 
 
-async def run(fault: Fault, boundary: int) -> tuple[list[Outcome], float]:
+async def run(fault: Fault, boundary: int, **relay_options: Any) -> tuple[list[Outcome], float]:
     """The outcomes of a consumer at the last relay, of one that comes there after the fault, and of one at
     the first relay; and how long they took from the fault on.
     """
-    async with production(relays=2, subscribers=2, seed=boundary, jitter=0.004) as (net, publisher):
+    options = {"subscribers": 2, "seed": boundary, "jitter": 0.004, "relay_options": relay_options}
+    async with production(relays=2, **options) as (net, publisher):
         _, there = await net.subscriber(relay=0)
         publication = publisher.publish(TOKENS)
         first = [asyncio.ensure_future(consume(session)) for session in (net.sessions[0], there)]
@@ -198,6 +200,18 @@ async def run(fault: Fault, boundary: int) -> tuple[list[Outcome], float]:
 @pytest.mark.parametrize("fault", HARMLESS, ids=lambda fault: fault.__name__)
 async def test_faults_that_are_ridden_out(fault: Fault, boundary: int) -> None:
     outcomes, took = await run(fault, boundary)
+    for outcome in outcomes:
+        assert not outcome.missing
+        check(outcome.layers)
+    assert took < BOUND
+
+
+@pytest.mark.parametrize("boundary", range(0, 36, 5))
+@pytest.mark.parametrize("fault", [cache_lost, comes_back, relay_resets], ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("cache_bytes", [0, 25_000])
+async def test_faults_while_the_cache_is_full(fault: Fault, boundary: int, cache_bytes: int) -> None:
+    """Nothing, or two Tracks, can be kept: what is not being sent goes at once, and is fetched again."""
+    outcomes, took = await run(fault, boundary, cache_bytes=cache_bytes)
     for outcome in outcomes:
         assert not outcome.missing
         check(outcome.layers)

@@ -410,3 +410,23 @@ async def test_one_upstream_subscription_and_it_is_kept_warm() -> None:
         assert len(watchers) == 1
         await again.close()
         await until(lambda: not watchers)
+
+
+async def test_what_was_told_and_thrown_out_is_not_fetched_when_a_publisher_comes_back() -> None:
+    """A Track larger than the cache: only what was missed is brought."""
+    track = make_track(b"k", one_subgroup=True)
+    async with network(track, relay_options={"cache_bytes": 300_000}) as net:
+        reading = asyncio.ensure_future(collect(await join(net.sessions[0], track.name)))
+        for group in range(20):
+            filled(track, [group], 2, SIZE)
+            await asyncio.sleep(0.1)
+        net.links[0].cut()
+        filled(track, [20], 2, SIZE)
+        await asyncio.sleep(0.5)
+        link, _ = await net.publish(net.tracks)
+        await asyncio.sleep(2)
+        assert 2 * SIZE < link.client.stats.sent < 3 * SIZE
+        filled(track, [21], 2, SIZE)
+        await asyncio.sleep(1)
+        net.end(track)
+        check_exactly_once(track, objects(await reading))
