@@ -125,8 +125,13 @@ class FollowedTrack(Track):
         }
 
     def live_gap(self) -> tuple[Location, Location] | None:
-        """What somebody was promised, was not told, and is not here."""
+        """What somebody was promised, has not got, and is not here: the rest of an Object that nobody brings
+        any more, or a range.
+        """
         start = self.live_start
+        broken = [one.location for one in self._partial if not one.writers and one.location >= start]
+        if broken:
+            return min(broken), min(broken)
         while self.largest is not None and start <= self.largest:
             gap = self.gap(start, self.largest)
             if gap is None:
