@@ -216,6 +216,8 @@ class Feed:
 
     def settle(self) -> None:
         """Keep the subscriptions for a while when the last subscriber has left."""
+        if not self._askers:
+            self._errors.clear()  # They hold the sessions that failed.
         if self.track.watched or self._askers:
             if self._linger is not None:
                 self._linger.cancel()
@@ -312,7 +314,8 @@ class Feed:
             self._spoil(str(error))
             return
         except MoqtError as error:
-            self._errors[session] = error
+            if self._askers:
+                self._errors[session] = error
             if isinstance(error, RequestRejected) and error.code == RequestCode.DOES_NOT_EXIST:
                 self._relay.note_presence(self.name, False)
             logger.info("%s: %s: %s", session.connection.id, self.name, printable(str(error)))

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from moqt.errors import MoqtError, RequestCode, RequestRejected
 from moqt.names import FullTrackName, TrackNamespace, format_namespace, is_prefix
@@ -168,7 +168,7 @@ class Relay:
         self._upstreams: dict[Session, list[asyncio.Task[None]]] = {}
         self._prefixes = _Wishes()
         self._track_prefixes = _Wishes()
-        self._fetching: dict[Session, asyncio.Semaphore] = {}
+        self._fetching: WeakKeyDictionary[Session, asyncio.Semaphore] = WeakKeyDictionary()
         self._arrivals: set[asyncio.Event] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         for name in list(store.tracks) if store is not None else ():
@@ -421,8 +421,6 @@ class Relay:
 
     def fetches(self, session: Session, limit: int) -> asyncio.Semaphore:
         """The slots for `limit` fetches at a session."""
-        for known in [known for known in self._fetching if known.closed]:
-            del self._fetching[known]
         return self._fetching.setdefault(session, asyncio.Semaphore(limit))
 
     # Namespaces from upstream.

@@ -42,6 +42,8 @@ GROUP: Final = 20
 """Objects in a Group of LIVE."""
 PATIENCE: Final = 15.0
 """Seconds within which the peers that behave must be served, whatever else goes on."""
+FEW: Final = 5
+"""Sessions that have ended and may still be in memory then."""
 BUSY: Final = 5.0
 """CPU seconds that one turn of the event loop may take."""
 GROWTH: Final = 128 * 1024 * 1024
@@ -238,6 +240,20 @@ class Stage:
         self.good.check()
         self.judge.check()
 
+    async def check_forgotten(self) -> None:
+        """When the hostile peers have gone, and others have not: nobody keeps their sessions, but for a few
+        that something still waits for. Raises Failure.
+        """
+        end = time.monotonic() + PATIENCE
+        while True:
+            gc.collect()
+            left = sum(isinstance(known, Session) and known.closed for known in gc.get_objects())
+            if left <= FEW:
+                return
+            if time.monotonic() > end:
+                raise Failure(f"{left} sessions that have ended are still in memory")
+            await asyncio.sleep(0.2)
+
     async def check_empty(self) -> None:
         """When all peers have gone: nothing is left in the relay. Raises Failure."""
         relay = self.relay
@@ -338,6 +354,7 @@ async def stage(certificates: CertificateFiles) -> AsyncIterator[Stage]:
                 try:
                     yield made
                     await good.caught_up()
+                    await made.check_forgotten()
                     made.check()
                 finally:
                     for task in tasks:

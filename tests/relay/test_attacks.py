@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 import tracemalloc
 from collections.abc import AsyncIterator, Callable
@@ -258,3 +259,19 @@ async def test_those_who_read_slowly_do_not_keep_a_publisher_from_others() -> No
         assert max(taken) < 12
         await asyncio.gather(*dripping)
         assert taken == [12] * FETCHES
+
+
+async def test_publishers_that_failed_are_forgotten() -> None:
+    """While a Track is followed, whoever announces its namespace is asked for it too (moqt 15 #9)."""
+    track = make_track(b"k")
+    async with network(track) as net, await join(net.sessions[0], track.name):
+        for _ in range(5):
+            async with guest(net) as peer:
+                await peer.ask(PublishNamespace(peer.id(), ()))
+                talk, request = await peer.request()
+                assert isinstance(request, Subscribe)
+                await talk.say(RequestError(RequestCode.DOES_NOT_EXIST), fin=True)
+                await asyncio.sleep(1)
+        await asyncio.sleep(1)
+        gc.collect()
+        assert not [known for known in gc.get_objects() if isinstance(known, Session) and known.closed]
