@@ -65,7 +65,7 @@ class Feed:
         self._group_request = -1
         """The new Group that the publishers were asked for, if it has not begun."""
         self._errors: dict[Session, MoqtError] = {}
-        """Why publishers did not accept a subscription, since the last answer."""
+        """Why publishers did not accept a subscription, while somebody waits for an answer."""
         self._askers = 0
         self._changed = asyncio.Event()
         self._broken = False
@@ -103,6 +103,8 @@ class Feed:
             return self.track
         finally:
             self._askers -= 1
+            if not self._askers:
+                self._errors.clear()
             self.settle()
 
     async def _establish(
@@ -126,7 +128,9 @@ class Feed:
                             continue
                         tried[session] = now
                         self._start(session, wanted)
-                    pending = pending or session in self._sources
+                    if session in self._sources:  # Its answer is for all who wait for it.
+                        tried.setdefault(session, now)
+                        pending = True
                     answering = answering or (session in self._sources and session not in self._relay.silent)
                 if answering:
                     break
@@ -138,7 +142,7 @@ class Feed:
             waits = not upward and self._relay.reconnecting and not self._relay.keeps(self.name.namespace)
             end = patient if waits else deadline
             if not pending and now >= end:
-                raise self._refusal(waited=bool(rendezvous) or waits, upward=upward)
+                raise self._refusal(tried, waited=bool(rendezvous) or waits, upward=upward)
             self._changed.clear()
             if pending:
                 await self._changed.wait()
@@ -193,9 +197,8 @@ class Feed:
         if self._grace is None:
             self._grace = asyncio.get_running_loop().call_later(self._relay.grace, self._give_up)
 
-    def _refusal(self, *, waited: bool, upward: bool) -> RequestRefused:
-        answer = refusal(self._errors.values())
-        self._errors.clear()
+    def _refusal(self, tried: Collection[Session], *, waited: bool, upward: bool) -> RequestRefused:
+        answer = refusal(error for session, error in self._errors.items() if session in tried)
         if upward and answer is not None and answer.redirect is not None and answer.redirect.uri:
             answer = None  # moqt 20 #13: an upstream is a server, and takes no URI.
         if answer is not None and not (waited and answer.code == RequestCode.DOES_NOT_EXIST):
@@ -273,6 +276,7 @@ class Feed:
     def _start_source(self, session: Session, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=f"{session.connection.id} {self.name}")
         self._sources[session] = task
+        self._errors.pop(session, None)
 
         def ended(task: asyncio.Task[None]) -> None:
             if self._sources.get(session) is task:

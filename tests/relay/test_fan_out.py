@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from moqt import DoneCode
+from moqt import DoneCode, FullTrackName, RequestCode, RequestRejected
+from moqt.wire import Subscribe
 from tests.kvcs.stage import Cache, check_layers, collect, descriptor, make_cache, now, put_layers
 from tests.relay.caches import Tree, tree
 
@@ -55,6 +56,25 @@ async def test_upstream_bytes_are_one_times(relays: int, consumers: int, live: b
             assert SIZE < down.stats.sent < 1.1 * SIZE
         egress = sum(link.server.stats.sent for link in made.net.links[relays:])
         assert egress > consumers * SIZE
+
+
+@pytest.mark.parametrize("relays", [1, 2])
+async def test_that_a_track_does_not_exist_is_asked_once_for_all(relays: int) -> None:
+    """As with "manifest.cose", which each consumer asks for first: the last answer does not wait for all
+    others, one after the other.
+    """
+    async with tree(relays=relays, subscribers=32, latency=0.1) as made:
+        name = FullTrackName((b"scene", b"one"), b"no")
+        began = now()
+        for times in (1, 2):
+            answers = await asyncio.gather(
+                *(session.subscribe(name) for session in made.net.sessions), return_exceptions=True
+            )
+            assert {type(answer) for answer in answers} == {RequestRejected}
+            assert {getattr(answer, "code", None) for answer in answers} == {RequestCode.DOES_NOT_EXIST}
+            for hop in range(relays):
+                assert [one.track for one in made.asked(hop) if isinstance(one, Subscribe)] == [name] * times
+        assert now() - began < 2 * (relays + 1) * 0.2 + 0.1
 
 
 @pytest.mark.parametrize("live", [True, False])

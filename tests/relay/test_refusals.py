@@ -111,7 +111,7 @@ async def test_an_upstream_is_not_redirected_to_a_uri() -> None:
     to = Redirect("moqt://elsewhere", FullTrackName((b"n",), b"t"))
     for upward, code in ((True, RequestCode.DOES_NOT_EXIST), (False, RequestCode.REDIRECT)):
         feed._errors = {object(): RequestRejected(RequestCode.REDIRECT, "there", redirect=to)}  # type: ignore[dict-item]  # Any key will do.
-        assert feed._refusal(waited=False, upward=upward).code == code
+        assert feed._refusal(feed._errors, waited=False, upward=upward).code == code
 
 
 def test_the_answer_after_several_failures() -> None:
