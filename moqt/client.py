@@ -25,7 +25,7 @@ __all__ = ["connect"]
 async def connect(
     uri: str,
     *,
-    ca: Path | None = None,
+    ca: str | Path | None = None,
     tracks: Tracks | None = None,
     announce: bool | None = None,
     tokens: Sequence[Token] = (),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import re
 from collections.abc import Callable
 from typing import Final, Protocol
 
@@ -51,6 +52,11 @@ ALERTS: Final = {
     AlertDescription.no_application_protocol: "no common application protocol (ALPN): the two sides speak "
     "different versions of MOQT, or the other is not a MOQT endpoint",
 }
+
+_CERTIFICATE_NAME: Final = re.compile(
+    r"(?:DNSPattern|IPAddressPattern)\(pattern=(?:b|IPv[46]Address\()'([^']*)'\)+"
+)
+"""How aioquic writes a name that a certificate is made for."""
 
 
 class DatagramPort(Protocol):
@@ -414,7 +420,7 @@ def _why(event: events.ConnectionTerminated, remote: bool, idle_timeout: float) 
 
 def explain(code: int, reason: str) -> str:
     """What a QUIC transport error means, in words a user can act on; `reason` may come from the peer."""
-    text = printable(reason)
+    text = _CERTIFICATE_NAME.sub(r"\1", printable(reason))
     if CRYPTO_ERROR <= code < 2 * CRYPTO_ERROR:
         alert = code - CRYPTO_ERROR
         known = {item.value: item for item in AlertDescription}.get(alert)

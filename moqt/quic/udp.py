@@ -55,7 +55,7 @@ async def dial(
     *,
     alpn: Sequence[str],
     options: QuicOptions | None = None,
-    ca: Path | None = None,
+    ca: str | Path | None = None,
     server_name: str | None = None,
     deadline: float = 10.0,
 ) -> Connection:
@@ -112,8 +112,8 @@ async def listen(
     host: str,
     port: int,
     *,
-    certificate: Path,
-    key: Path,
+    certificate: str | Path,
+    key: str | Path,
     alpn: Sequence[str],
     options: QuicOptions | None = None,
     on_connection: Callable[[Connection], None],
@@ -449,7 +449,7 @@ def _configuration(alpn: Sequence[str], options: QuicOptions, *, is_client: bool
 
 
 def _client_configuration(
-    alpn: Sequence[str], options: QuicOptions, ca: Path | None, server_name: str
+    alpn: Sequence[str], options: QuicOptions, ca: str | Path | None, server_name: str
 ) -> QuicConfiguration:
     """For one dial only: aioquic keeps the server's name in it."""
     configuration = _configuration(alpn, options, is_client=True)
@@ -461,7 +461,7 @@ def _client_configuration(
 
 
 def _server_configuration(
-    alpn: Sequence[str], options: QuicOptions, certificate: Path, key: Path
+    alpn: Sequence[str], options: QuicOptions, certificate: str | Path, key: str | Path
 ) -> QuicConfiguration:
     configuration = _configuration(alpn, options, is_client=False)
     chain = certificates_in(certificate)
@@ -473,20 +473,20 @@ def _server_configuration(
     return configuration
 
 
-def certificates_in(file: Path) -> list[Certificate]:
+def certificates_in(file: str | Path) -> list[Certificate]:
     """At least one. Raises UsageError."""
     try:
-        return load_pem_x509_certificates(file.read_bytes())
+        return load_pem_x509_certificates(Path(file).read_bytes())
     except OSError as error:
         raise UsageError(f"{file}: {error.strerror}") from error
     except ValueError as error:
         raise UsageError(f"{file}: no certificates in PEM form in it") from error
 
 
-def _private_key(file: Path) -> Any:
+def _private_key(file: str | Path) -> Any:
     """Of any kind: what is no certificate's key is found by comparing. Raises UsageError."""
     try:
-        return load_pem_private_key(file.read_bytes(), None)
+        return load_pem_private_key(Path(file).read_bytes(), None)
     except OSError as error:
         raise UsageError(f"{file}: {error.strerror}") from error
     except TypeError as error:

@@ -33,7 +33,7 @@ from moqt import (
 )
 from moqt.errors import DoneCode
 from moqt.quic.api import Connection
-from moqt.quic.udp import listen
+from moqt.quic.udp import dial, listen
 from moqt.subscribing import FetchStream
 from tests.moqt.scene import EVERYTHING, check_exactly_once, filled, make_track, objects
 
@@ -295,6 +295,28 @@ async def test_the_wrong_ca(certificates: Certificates, nothing_left: Callable[[
                     pass
         assert not server.sessions
     nothing_left()
+
+
+async def test_the_wrong_name(certificates: Certificates, nothing_left: Callable[[], None]) -> None:
+    """The names that the certificate is made for are told as they are written when dialling."""
+    async with serving(certificates) as server:
+        with pytest.raises(ConnectionLost) as lost:
+            await dial("127.0.0.1", server.port, alpn=["moqt-22"], ca=certificates.ca, server_name="relay-1")
+    assert "hostname 'relay-1' doesn't match either of localhost, 127.0.0.1, ::1: " in str(lost.value)
+    nothing_left()
+
+
+async def test_files_named_by_text(certificates: Certificates) -> None:
+    """Certificate, key and CA may be `str`, as those who type them write them."""
+    chain, key, ca = map(str, (certificates.chain, certificates.key, certificates.ca))
+    async with (
+        moqt.serve("127.0.0.1", 0, certificate=chain, key=key) as server,
+        moqt.connect(uri(server, "127.0.0.1"), ca=ca) as session,
+    ):
+        assert not session.closed
+    with pytest.raises(UsageError, match=r"^nowhere\.pem: No such file"):
+        async with moqt.serve("127.0.0.1", 0, certificate="nowhere.pem", key=key):
+            pass
 
 
 async def test_a_ca_file_that_is_none(
