@@ -292,6 +292,11 @@ class Publishing:
             ending.cancel()
             over.set()
 
+    async def idle(self) -> None:
+        """Wait until no subscription and no fetch is served."""
+        while serving := {*self._subscriptions.values(), *self._fetching}:
+            await asyncio.wait(serving)
+
     async def finish(self, code: DoneCode) -> None:
         """End all subscriptions of this session with PUBLISH_DONE, and wait until each subscriber has left:
         it does when it has seen all. Fetches run to their end.

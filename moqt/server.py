@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from moqt.authorization import Policy
@@ -22,6 +22,9 @@ from moqt.wire import DRAFT_22
 __all__ = ["Server", "serve"]
 
 logger = logging.getLogger(__name__)
+
+ENDING = 1.0
+"""Seconds at the end of the time to leave, in which peers that have not left are told that it is over."""
 
 SessionHandler = Callable[[Session], Awaitable[None]]
 
@@ -73,9 +76,9 @@ class Server:
         await asyncio.gather(*(session.finish(code, deadline=deadline) for session in list(self.sessions)))
 
     async def leave(self, *, deadline: float) -> None:
-        """Take no more sessions, ask those that are here to leave, and let what is in flight arrive: each
-        subscription ends with PUBLISH_DONE GOING_AWAY (moqt 16). Sessions that have not taken all within
-        `deadline` seconds are closed with GOAWAY_TIMEOUT.
+        """Take no more sessions and requests, ask the peers to leave, and go on serving what they have open,
+        until they have left it (moqt 16). What is left shortly before `deadline` seconds are over ends with
+        PUBLISH_DONE GOING_AWAY; sessions that have not taken all by then are closed with GOAWAY_TIMEOUT.
         """
         if self._listener is not None:
             self._listener.refuse()
@@ -135,7 +138,10 @@ async def _leave(session: Session, deadline: float) -> None:
     try:
         async with asyncio.timeout(deadline):
             await session.goaway(timeout=deadline)
-        whole = await session.finish(DoneCode.GOING_AWAY, deadline=deadline)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(deadline - min(ENDING, deadline / 2)):
+                    await session.publishing.idle()
+            whole = await session.finish(DoneCode.GOING_AWAY, deadline=deadline)
     except TimeoutError:
         whole = False
     except MoqtError as error:

@@ -45,7 +45,7 @@ class Settings(Connecting):
         (), "URI", "a relay to ask for what is not here; may be repeated: they are tried in order"
     )
     drain: float = option(
-        5.0, "SECONDS", "give sessions so long to take what is in flight when told to go", least=0
+        5.0, "SECONDS", "go on so long with what is open when told to go, until the peers have left", least=0
     )
     cache_bytes: int = option(CACHE_BYTES, "N", "most bytes of Objects to keep", least=0, section="cache")
     cache_dir: Path | None = option(

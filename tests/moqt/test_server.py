@@ -161,8 +161,8 @@ async def test_finish() -> None:
 
 @pytest.mark.parametrize("stuck", ["unread", "stalled", "idle"])
 async def test_leave(stuck: str) -> None:
-    """Those who read get all and PUBLISH_DONE GOING_AWAY, whatever others do; who does not is closed with
-    GOAWAY_TIMEOUT when the time is over.
+    """Those who read get all, also what is published while they are asked to leave, and PUBLISH_DONE
+    GOING_AWAY before the time is over, whatever others do; who does not is closed with GOAWAY_TIMEOUT then.
     """
     tracks = offered()
     track = next(iter(tracks))
@@ -181,16 +181,20 @@ async def test_leave(stuck: str) -> None:
             if stuck == "idle":
                 await left.close()
             leaving = asyncio.ensure_future(server.leave(deadline=7))
-            async with asyncio.timeout(6):
-                items = await collect(subscription)
-            assert len(objects_of(items)) == 46
+            begun = asyncio.get_running_loop().time()
+            await asyncio.sleep(5.5)
+            track.append(4, 0, b"late")
+            track.end_group(4, 1)
+            items = await collect(subscription)
+            assert 6 <= asyncio.get_running_loop().time() - begun < 7
+            assert len(objects_of(items)) == 47
             assert subscription.done is not None
             assert subscription.done.status == DoneCode.GOING_AWAY
             assert good.goaway_received.is_set()
             with pytest.raises(RequestRejected) as refused:
                 await good.track_status(NAME)
             assert refused.value.code == RequestCode.GOING_AWAY
-            async with asyncio.timeout(8):
+            async with asyncio.timeout(2):
                 await leaving
             link.resume()
             if stuck == "idle":
@@ -200,3 +204,26 @@ async def test_leave(stuck: str) -> None:
                 assert isinstance(error, SessionClosed)
                 assert error.code == SessionCode.GOAWAY_TIMEOUT
             assert not good.closed
+
+
+async def test_leave_ends_when_all_have_left() -> None:
+    """moqt 16: what is open goes on until the peers leave it; who has nothing open holds nothing up."""
+    tracks = offered()
+    track = next(iter(tracks))
+    async with serving(tracks) as server, client_of(server) as reader, client_of(server) as idle:
+        watch = await idle.subscribe_namespace(NAME.namespace)
+        subscription = await reader.subscribe(NAME)
+        leaving = asyncio.ensure_future(server.leave(deadline=600))
+        await reader.goaway_received.wait()
+        for group in range(3):
+            await asyncio.sleep(100)
+            assert not leaving.done()
+            publish_groups(track, [group], 2)
+            assert len(await take(subscription, 2)) == 2
+        assert subscription.done is None
+        await subscription.close()
+        async with asyncio.timeout(10):
+            await leaving
+        assert not reader.closed
+        assert not idle.closed
+        await watch.close()

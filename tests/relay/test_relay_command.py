@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import moqt
-from moqt import FullTrackName, Limits, QuicOptions, ReceivedObject, Track, Tracks
-from moqt.errors import ConnectionLost, DeadlineExceeded, DoneCode, SessionClosed, SessionCode
+from moqt import FullTrackName, Limits, Location, QuicOptions, ReceivedObject, Track, Tracks
+from moqt.errors import ConnectionLost, DeadlineExceeded, SessionClosed, SessionCode
 from moqt.quic.udp import dial
 from moqt.wire import DRAFT_22
 from tests.kvcs.test_commands import BLOCK_TOKENS, BLOCKS, LAYERS, Place, place, run, running, same
@@ -44,6 +44,35 @@ async def test_two_relays_between_publisher_and_subscribers(place: Place) -> Non
             for command in (lower, upper):
                 command.process.send_signal(signal.SIGTERM)
                 code, events, errors = await command.end()
+                assert (code, errors) == (0, "")
+                assert events[-1] == {"event": "end", "reason": "SIGTERM"}
+
+
+@pytest.mark.parametrize("below", [False, True])
+async def test_told_to_go_while_a_publication_is_live(place: Place, below: bool) -> None:
+    """moqt 16: who follows it gets it whole, here or from a relay below, and the relay leaves after that."""
+    async with running(relay(place, "--drain", "60")) as upper:
+        port = leaf = (await upper.until("listening"))["port"]
+        async with running(relay(place, "--upstream", f"moqt://localhost:{port}")) as lower:
+            if below:
+                leaf = (await lower.until("listening"))["port"]
+                await lower.until("connected")
+            dial = ("--connect", f"moqt://localhost:{port}", "--ca", str(place.certificates.ca))
+            async with running(place.publish(*dial, "--layer-interval", "0.2")) as publisher:
+                await publisher.until("publication")
+                async with running(place.subscribe(leaf)) as subscriber:
+                    await subscriber.until("layer")
+                    upper.process.send_signal(signal.SIGTERM)
+                    await upper.until("draining")
+                    code, events, errors = await subscriber.end()
+                    assert (code, errors) == (0, "")
+                    layers = [event["layer"] for event in events if event["event"] == "layer"]
+                    assert layers == list(range(LAYERS))
+                    assert same(place, range(LAYERS), BLOCKS * BLOCK_TOKENS)
+                assert publisher.process.returncode is None
+                if below:
+                    lower.process.send_signal(signal.SIGTERM)
+                code, events, errors = await upper.end()
                 assert (code, errors) == (0, "")
                 assert events[-1] == {"event": "end", "reason": "SIGTERM"}
 
@@ -148,8 +177,9 @@ async def test_what_peers_say_does_not_reach_the_terminal(place: Place) -> None:
 
 
 async def test_told_to_go_under_load(place: Place) -> None:
-    """A reader gets what is in flight and is told; one that is stuck holds the relay up, until the time for
-    it is over (tests/moqt/test_server.py) or, here, until the relay is told a second time.
+    """A reader is told, and gets what is in flight and what is published then; one that is stuck holds the
+    relay up, until the time for it is over (tests/moqt/test_server.py) or, here, until the relay is told a
+    second time.
     """
     name = FullTrackName((b"n",), b"t")
     tracks, track = Tracks(), Track(name, one_subgroup=True)
@@ -175,12 +205,18 @@ async def test_told_to_go_under_load(place: Place) -> None:
             first = await anext(taken)
             command.process.send_signal(signal.SIGTERM)
             assert (await command.until("draining"))["reason"] == "SIGTERM"
-            items = [first, *[item async for item in taken]]
-            assert taken.done is not None
-            assert taken.done.status == DoneCode.GOING_AWAY
-            places = [item.location for item in items if isinstance(item, ReceivedObject) and item.payload]
-            assert len(set(places)) == len(places)
-            assert good.goaway_received.is_set()
+            await good.goaway_received.wait()
+            track.append(20, 0, b"late")
+            items = [first]
+            while len(items) < 20 * 4 + 1:
+                item = await anext(taken)
+                if isinstance(item, ReceivedObject) and item.payload:
+                    items.append(item)
+            places = {item.location for item in items if isinstance(item, ReceivedObject)}
+            assert places >= {Location(group, number) for group in range(20) for number in range(4)}
+            assert Location(20, 0) in places
+            assert taken.done is None
+            await taken.close()
             with pytest.raises((DeadlineExceeded, ConnectionLost)):
                 async with moqt.connect(uri, ca=ca, deadline=0.5):
                     pass
