@@ -38,6 +38,13 @@ served without it.
 MAX_ABSENT = 4096
 """Tracks of which it is remembered that their publisher does not have them."""
 
+DENIALS = {
+    RequestCode.UNAUTHORIZED,
+    RequestCode.EXPIRED_AUTH_TOKEN,
+    RequestCode.MALFORMED_AUTH_TOKEN,
+}
+"""Refusals that are about our token."""
+
 OVERLAP_PAUSE = 0.5
 """Seconds until a prefix that overlapped with one just given up is asked for again."""
 
@@ -159,6 +166,8 @@ class Relay:
         self._away_since = -math.inf
         self.silent: WeakSet[Session] = WeakSet()
         """Publishers that have not replied for a while."""
+        self._denials: WeakKeyDictionary[Session, set[tuple[str, int]]] = WeakKeyDictionary()
+        """What upstreams have denied us, of which the log tells already."""
         self._shelves: dict[TrackNamespace, dict[FullTrackName, Feed | None]] = {}
         """What is known of each namespace; None stands for a Track of which nothing is left."""
         self._absent: dict[FullTrackName, None] = {}
@@ -301,13 +310,31 @@ class Relay:
         timer = asyncio.get_running_loop().call_later(HESITATION, self._hush, session)
         try:
             yield
-        except RequestRejected:
+        except RequestRejected as error:
             self.silent.discard(session)
+            self._denied(session, error)
             raise
         else:
             self.silent.discard(session)
         finally:
             timer.cancel()
+
+    def _denied(self, session: Session, error: RequestRejected) -> None:
+        """Tell once of each kind of request that an upstream denies us: to our clients it looks as if there
+        were nothing, so nobody else would.
+        """
+        if error.code not in DENIALS or session not in self._upstreams:
+            return
+        told = self._denials.setdefault(session, set())
+        if (error.what, error.code) not in told:
+            told.add((error.what, error.code))
+            logger.warning(
+                "%s: the upstream %s denies this relay what its clients ask for: %s. It goes by the relay's "
+                "own token: name a file with one that gives this right by --token",
+                session.connection.id,
+                session.connection.peer,
+                error,
+            )
 
     def _hush(self, session: Session) -> None:
         self.silent.add(session)
@@ -479,6 +506,7 @@ class Relay:
             except RequestRejected as error:
                 if error.code != RequestCode.PREFIX_OVERLAP:
                     logger.info("%s: no Tracks: %s", session.connection.id, error)
+                    self._denied(session, error)
                     await renewed.wait()  # Another token may give us the right.
             except MoqtError as error:
                 logger.info("%s: no Tracks: %s", session.connection.id, error)
@@ -498,6 +526,7 @@ class Relay:
             except MoqtError as error:
                 if isinstance(error, RequestRejected) and error.code != RequestCode.PREFIX_OVERLAP:
                     logger.info("%s: no namespaces: %s", session.connection.id, error)
+                    self._denied(session, error)
                     await renewed.wait()  # Another token may give us the right.
             finally:
                 for namespace in told:

@@ -425,6 +425,25 @@ async def test_what_the_upstream_says_of_the_relays_right_is_not_told_to_its_cli
             check_exactly_once(other, objects(await collect(again)))
 
 
+async def test_a_relay_that_its_upstream_denies_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """Its clients only see that nothing is found. It says so once for each kind of request."""
+    async with scene() as here:
+        await add_relays(here.net, 1)
+        await here.net.chain(1, 0)
+        session = await subscriber(here, token(Role.CONSUMER) + token(Role.CONSUMER, scope=THEIRS))
+        for name in (K, FOREIGN):
+            await session.subscribe_namespace(name.namespace)
+            with pytest.raises(RequestRejected):
+                await session.subscribe(name)
+        warnings = [record for record in caplog.records if record.levelname == "WARNING"]
+        assert {record.name for record in warnings} == {"moqt.relay.relay"}
+        texts = sorted(record.getMessage() for record in warnings)
+        assert len(texts) == 2
+        for what, text in zip(("SUBSCRIBE ", "SUBSCRIBE_NAMESPACE "), texts, strict=True):
+            assert f"rejected {what}with UNAUTHORIZED" in text
+            assert "--token" in text
+
+
 async def test_a_relay_that_renews_its_token_loses_nothing() -> None:
     async with scene() as here:
         await add_relays(here.net, 1)
