@@ -39,6 +39,11 @@ class Progress:
         self.last = asyncio.get_running_loop().time()
         self.rejected = 0
         self.reason = ""
+        """Why something does not come, as far as it is known."""
+        self.cause: Exception | None = None
+        """What was raised then, if anything was."""
+        self.left = False
+        """Whether the publisher has left: all that fails afterwards follows from that."""
         self.times: dict[tuple[int, int], LayerTimes] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._bug: BaseException | None = None
@@ -77,7 +82,17 @@ class Progress:
     def note(self, error: Exception) -> None:
         """An error of the network or the peer: something else may still bring what is missing."""
         logger.info("%s", error)
-        self.reason = str(error)
+        if not self.left:
+            self.because(str(error), error)
+
+    def note_leaving(self) -> None:
+        """The publisher has left: PUBLISH_DONE with GOING_AWAY."""
+        self.because("the publisher left before all was published (PUBLISH_DONE GOING_AWAY)")
+        self.left = True
+
+    def because(self, reason: str, cause: Exception | None = None) -> None:
+        """Take this for the reason."""
+        self.reason, self.cause = reason, cause
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -151,7 +151,19 @@ async def publish(arguments: argparse.Namespace, token: TokenFile, console: Cons
                 await asyncio.gather(work, told, return_exceptions=True)
         publication.close()
         await leave()
-        console.tell("end", f"{reason}: left", reason=reason, complete=segment.complete)
+        layers = cache.descriptor.layers
+        console.tell(
+            "end",
+            f"{reason}: left, "
+            + (
+                "all was published"
+                if segment.complete
+                else f"{segment.next_layer} of {layers} layers were published"
+            ),
+            reason=reason,
+            complete=segment.complete,
+            published=segment.next_layer,
+        )
     return ExitCode.OK
 
 

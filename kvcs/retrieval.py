@@ -123,6 +123,7 @@ class _TrackRetrieval:
         async with await self._session.subscribe(
             self._name, filter=LocationFilter.next_object(), fill=fill
         ) as subscription:
+            self._progress.left = False
             largest = subscription.largest
             live = start if largest is None else max(start, _after(largest))
             filling = subscription.expects_fill
@@ -149,6 +150,8 @@ class _TrackRetrieval:
                     continue
                 except StopAsyncIteration:
                     done = subscription.done
+                    if done is not None and done.status == DoneCode.GOING_AWAY:
+                        self._progress.note_leaving()
                     return ended or (done is not None and done.status == DoneCode.TRACK_ENDED)
                 if isinstance(item, ReceivedObject):
                     ended = ended or item.status is ObjectStatus.END_OF_TRACK

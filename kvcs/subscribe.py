@@ -116,11 +116,12 @@ async def subscribe(arguments: argparse.Namespace, token: TokenFile, console: Co
             console.error(str(error))
             return ExitCode.NOTHING_FOUND
         async with reception:
-            return await _receive(arguments, console, reception, descriptor, tokens)
+            return await _receive(arguments, token, console, reception, descriptor, tokens)
 
 
 async def _receive(
     arguments: argparse.Namespace,
+    token: TokenFile,
     console: Console,
     reception: Reception,
     descriptor: Descriptor,
@@ -170,6 +171,8 @@ async def _receive(
         "rejected_objects": reception.rejected,
     }
     if not whole:
+        if reception.cause is not None:
+            reason = token.advice(reception.cause) or reason
         console.error(
             f"incomplete: {reason}\n" + "\n".join(f"  missing {line}" for line in describe_missing(missing)),
             missing=[[pair.layer, pair.block] for pair in missing],

@@ -262,6 +262,11 @@ class Reception:
         return self._progress.reason if self.missing else ""
 
     @property
+    def cause(self) -> Exception | None:
+        """What was raised by the network or the peer, where that is the reason."""
+        return self._progress.cause if self.missing else None
+
+    @property
     def missing(self) -> list[Missing]:
         """What is announced, wanted, and not here."""
         return [pair for retrieval in self._retrievals for pair in retrieval.assembly.missing()]
@@ -383,6 +388,7 @@ class Reception:
             if assembly is not None:
                 logger.warning("segment %d now comes from publication %s", number, source)
                 old.give_up()
+                self._progress.left = False
                 self._retrievals[number] = Retrieval(source, assembly, self._progress)
                 self._progress.came()
                 return True
@@ -437,7 +443,7 @@ class Reception:
     def _give_up(self, retrieval: Retrieval, reason: str) -> None:
         """What is not here now will not come from where it was to come (kvcs 7.4: never wait for ever)."""
         if not retrieval.assembly.done:
-            self._progress.reason = reason
+            self._progress.because(reason)
             retrieval.give_up()
 
     def _incomplete(self, reason: str) -> CacheIncomplete:

@@ -167,7 +167,7 @@ async def test_whole_cache_then_told_to_go(place: Place) -> None:
         publisher.process.send_signal(signal.SIGTERM)
         code, events, errors = await publisher.end()
         assert (code, errors) == (0, "")
-        assert events[-1] == {"event": "end", "reason": "SIGTERM", "complete": True}
+        assert events[-1] == {"event": "end", "reason": "SIGTERM", "complete": True, "published": LAYERS}
 
 
 async def test_layer_range_and_first_blocks(place: Place) -> None:
@@ -232,9 +232,19 @@ async def test_told_to_go_in_mid_publication(place: Place) -> None:
             code, events, _ = await publisher.end()
             assert code == 0
             assert events[-1]["complete"] is False
-            code, events, _ = await subscriber.end()
+            assert 2 <= events[-1]["published"] < LAYERS
+            code, _, errors = await subscriber.end()
             assert code == 3
+            assert errors.startswith("incomplete: the publisher left before all was published (PUBLISH_DONE ")
             assert not place.output.exists()
+
+
+async def test_who_leaves_says_how_much_was_published(place: Place) -> None:
+    """For people, too."""
+    arguments = [one for one in place.listen("--layer-interval", "3600") if one != "--json"]
+    async with running([*arguments, "--serve-for", "0.2"]) as publisher:
+        out, _ = await publisher.process.communicate()
+    assert out.decode().splitlines()[-1] == f"0.2 s are over: left, 0 of {LAYERS} layers were published"
 
 
 async def test_serve_for(place: Place) -> None:
