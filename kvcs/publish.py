@@ -238,6 +238,8 @@ async def _connected(
             console.tell("announced", f"{arguments.connect} takes the publication")
         else:
             check(error)
+            if denied.done():  # The command ends by it, and says it then.
+                return
             advice = token.advice(error)
             console.tell("refused", advice or f"the publication is not announced: {error}", error=str(error))
 

@@ -132,8 +132,10 @@ def run(
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Formatter("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level, handlers=[handler])
-    # aioquic warns of TLS failures, which come as exceptions with a better text.
-    logging.getLogger("quic").setLevel(level if verbose else logging.ERROR)
+    # aioquic warns of TLS failures, which come as exceptions with a better text, and at INFO has a line for
+    # each stream that is reset, which every subscriber does when it has enough.
+    quiet = (logging.ERROR, logging.WARNING, logging.DEBUG)[min(verbose, 2)]
+    logging.getLogger("quic").setLevel(quiet)
     expected: tuple[type[Exception], ...] = (MoqtError, OSError, *failures)
     try:
         return asyncio.run(main())

@@ -20,7 +20,7 @@ from moqt.errors import (
     SessionCode,
     StreamReset,
 )
-from moqt.names import TrackNamespace, check_namespace, format_namespace, is_prefix
+from moqt.names import TrackNamespace, check_namespace, format_namespace, is_prefix, printable
 from moqt.requests import RequestStream
 from moqt.wire import (
     Message,
@@ -47,6 +47,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+SHOWN = 40
+"""Characters of a namespace in an error: enough to know it by, and no more in a log (kvcs 11)."""
 
 LONGEST_PAUSE = 60.0
 """Seconds at most until a namespace that was refused is announced again, unless the peer says more."""
@@ -193,10 +196,12 @@ async def _announce_one(session: Session, namespace: TrackNamespace, withdrawn: 
         if error is None or session.closed:
             return
         again = error.retry_after if isinstance(error, RequestRejected) else None
-        log = logger.error if again is None else logger.warning
-        log("%s: %s was not announced: %s", session.connection.id, format_namespace(namespace), error)
         if session.on_announced is not None:
             session.on_announced(namespace, error)
+        else:
+            log = logger.error if again is None else logger.warning
+            shown = printable(format_namespace(namespace), SHOWN)
+            log("%s: %s was not announced: %s", session.connection.id, shown, error)
         if again is not None:
             pause = max(again, min(2 * pause, LONGEST_PAUSE))
         await _first_of(withdrawn, renewed, seconds=None if again is None else pause)

@@ -107,13 +107,14 @@ async def running(
 async def test_denied_from_the_start_it_ends(
     place: Place, monkeypatch: pytest.MonkeyPatch, at_setup: bool
 ) -> None:
-    """With what its exit code is made of."""
+    """With what its exit code is made of, which is told then, and not before as well."""
     door = Door()
     door.key, door.at_setup = b"another", at_setup
-    async with running(place, door, monkeypatch) as (task, _, relay, _):
+    async with running(place, door, monkeypatch) as (task, told, relay, _):
         with pytest.raises(SessionClosed if at_setup else RequestRejected) as caught:
             await asyncio.wait_for(task, 30)
         assert TokenFile(Path("t")).advice(caught.value) is not None
+        assert "refused" not in [told.events.get_nowait()[0] for _ in range(told.events.qsize())]
         assert relay.known == []
 
 

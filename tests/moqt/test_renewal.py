@@ -131,9 +131,22 @@ async def test_a_renewal_while_a_request_waits_for_its_reply() -> None:
         assert [asked.action for asked in policy.asked[1:3]] == [Action.SUBSCRIBE, Action.REQUEST_UPDATE]
 
 
-async def test_a_namespace_is_announced_again_with_the_next_token() -> None:
+async def test_the_log_tells_of_a_refused_namespace_if_nobody_else_does(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With the beginning of its name."""
+    async with ends() as (client, _, _):
+        await client.renew(until(1))
+        await asyncio.sleep(2)
+        client.tracks.announce((b"ours" * 50,))
+        await asyncio.sleep(1)
+        (record,) = (record for record in caplog.records if record.levelname == "ERROR")
+        assert f" {'ours' * 10}… was not announced: " in record.getMessage()
+
+
+async def test_a_namespace_is_announced_again_with_the_next_token(caplog: pytest.LogCaptureFixture) -> None:
     """Refused at first; accepted with another token; withdrawn by the peer when that has expired; accepted
-    again with a third. The user of the session hears of all that.
+    again with a third. The user of the session hears of all that, and the log does not repeat it.
     """
     heard: list[tuple[TrackNamespace, Exception | None]] = []
     async with ends() as (client, server, _):
@@ -157,6 +170,7 @@ async def test_a_namespace_is_announced_again_with_the_next_token() -> None:
         await asyncio.sleep(1)
         assert server.peer_namespaces == {(b"ours",): 1}
         assert heard[3:] == [((b"ours",), None)]
+        assert not [record for record in caplog.records if record.levelname == "ERROR"]
         client.tracks.withdraw((b"ours",))
         await asyncio.sleep(1)
         assert server.peer_namespaces == {}

@@ -9,7 +9,7 @@ import pytest
 
 import moqt
 from moqt import FullTrackName, Limits, Location, QuicOptions, ReceivedObject, Track, Tracks
-from moqt.errors import ConnectionLost, DeadlineExceeded, SessionClosed, SessionCode
+from moqt.errors import ConnectionLost, DeadlineExceeded, RequestRejected, SessionClosed, SessionCode
 from moqt.quic.udp import dial
 from moqt.wire import DRAFT_22
 from tests.kvcs.test_commands import BLOCK_TOKENS, BLOCKS, LAYERS, Place, place, run, running, same
@@ -46,6 +46,23 @@ async def test_two_relays_between_publisher_and_subscribers(place: Place) -> Non
                 code, events, errors = await command.end()
                 assert (code, errors) == (0, "")
                 assert events[-1] == {"event": "end", "reason": "SIGTERM"}
+
+
+@pytest.mark.parametrize("verbose", ["-v", "-vv"])
+async def test_streams_that_are_reset_are_told_to_those_who_want_everything(
+    place: Place, verbose: str
+) -> None:
+    async with running([*relay(place), verbose]) as command:
+        port = (await command.until("listening"))["port"]
+        async with moqt.connect(f"moqt://localhost:{port}", ca=place.certificates.ca) as session:
+            await (await session.subscribe_namespace((b"n",))).close()
+            with pytest.raises(RequestRejected):
+                await session.track_status(FullTrackName((b"n",), b"t"))
+        command.process.send_signal(signal.SIGTERM)
+        code, _, errors = await command.end()
+        assert code == 0
+        assert "session with" in errors
+        assert ("reset by peer" in errors) == (verbose == "-vv")
 
 
 @pytest.mark.parametrize("below", [False, True])
