@@ -17,7 +17,7 @@ from typing import Final, TypeAlias
 
 from moqt.authorization import AccessRequest, Action, Allowed, Decision, Denied, TokenPair
 from moqt.cbor import Cbor, CborError, decode, encode
-from moqt.cose import CoseError, Key, Message, seal
+from moqt.cose import Algorithm, CoseError, Key, Message, seal
 from moqt.errors import MoqtError, RequestCode, UsageError
 from moqt.names import TrackNamespace, printable
 
@@ -568,4 +568,11 @@ def _key_files(issuer: str, files: object) -> list[Key]:
     names = [files] if isinstance(files, str) else files
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise UsageError(f'the keys of issuer "{issuer}" must be a list of files')
-    return [Key.from_file(name) for name in names]
+    keys = [Key.from_file(name) for name in names]
+    for name, key in zip(names, keys, strict=True):
+        if key.private and key.algorithm is not Algorithm.HS256:
+            raise UsageError(
+                f'key file {name} of issuer "{issuer}": it is the private key, with which tokens are made; '
+                f"what checks them needs the public one alone, such as {name}.pub"
+            )
+    return keys

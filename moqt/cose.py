@@ -38,7 +38,7 @@ MIN_MAC_KEY: Final = 32  # octets
 KID_SIZE: Final = 8  # octets of the thumbprint that name a key
 
 _MAX_KEY_FILE: Final = 16384
-_HEX_KEY = re.compile(rb"[0-9A-Fa-f]{64}")
+_MAC_KEY = re.compile(rb"(HS256 )?([0-9A-Fa-f]{64})")
 _ES256_SIZE: Final = 64  # r and s; never DER
 
 # Labels of header parameters: RFC 9052 3.1, RFC 9596 (typ).
@@ -91,7 +91,8 @@ class Key:
 
     @classmethod
     def from_file(cls, path: str | Path, *, kid: bytes | None = None) -> Key:
-        """Read a key: PEM, private (PKCS #8, not encrypted) or public, or the 64 hex digits of a MAC key.
+        """Read a key: PEM, private (PKCS #8, not encrypted) or public, or "HS256 " and the 64 hex digits of a
+        MAC key: digits alone may be a secret of another kind.
 
         Raises UsageError.
         """
@@ -135,7 +136,7 @@ class Key:
         """What `from_file` reads. It is a secret, unless the key is public."""
         material = self._material
         if isinstance(material, bytes):
-            return material.hex() + "\n"
+            return f"HS256 {material.hex()}\n"
         pem = serialization.Encoding.PEM
         if isinstance(material, ed25519.Ed25519PublicKey | ec.EllipticCurvePublicKey):
             return material.public_bytes(pem, serialization.PublicFormat.SubjectPublicKeyInfo).decode()
@@ -290,8 +291,13 @@ def _algorithm(material: Material) -> Algorithm:
 
 
 def _read_material(data: bytes) -> Material:
-    if _HEX_KEY.fullmatch(data.strip()):
-        return bytes.fromhex(data.decode())
+    if match := _MAC_KEY.fullmatch(data.strip()):
+        if match[1] is None:
+            raise UsageError(
+                "hex digits alone, as a scope key has them: a shared secret for tokens has "
+                '"HS256 " before them'
+            )
+        return bytes.fromhex(match[2].decode())
     try:
         if b"PUBLIC KEY-----" in data:
             key: object = serialization.load_pem_public_key(data)
@@ -299,7 +305,7 @@ def _read_material(data: bytes) -> Material:
             key = serialization.load_pem_private_key(data, password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm):
         raise UsageError(
-            "expected a PEM key that is not encrypted (Ed25519 or P-256), or 64 hex digits (HS256)"
+            'expected a PEM key that is not encrypted (Ed25519 or P-256), or "HS256 " and 64 hex digits'
         ) from None
     if isinstance(
         key,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -792,6 +793,22 @@ def test_a_verifier_from_a_configuration_file(key_file: str) -> None:
         {"issuers": {ISSUER: key_file}, "audience": ["a", RELAY], "require-audience": False}
     )
     by.verify(token(_3=...), NOW)
+
+
+def test_the_keys_of_issuers_are_public_or_shared(tmp_path: Path) -> None:
+    """A private key has no business at a relay."""
+    file = tmp_path / "key"
+    for algorithm in (Algorithm.EDDSA, Algorithm.ES256, Algorithm.HS256):
+        key = Key.generate(algorithm)
+        file.write_text(key.text())
+        options = {"issuers": {ISSUER: [str(file)]}, "audience": RELAY}
+        if algorithm is Algorithm.HS256:
+            Verifier.from_config(options)
+            continue
+        with pytest.raises(UsageError, match=f"it is the private key.* {re.escape(str(file))}.pub"):
+            Verifier.from_config(options)
+        file.write_text(key.public().text())
+        Verifier.from_config(options)
 
 
 @pytest.mark.parametrize(

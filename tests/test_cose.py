@@ -262,6 +262,8 @@ def private_pem(key: Any, password: bytes | None = None) -> bytes:
     [
         (b"", "expected a PEM key"),
         (b"00" * 31, "expected a PEM key"),
+        (b"00" * 32, "hex digits alone, as a scope key has them"),
+        (b"HS256 " + b"00" * 31, "expected a PEM key"),
         (b"00" * 32 + b"zz", "expected a PEM key"),
         (b"-----BEGIN PUBLIC KEY-----\nAAAA\n-----END PUBLIC KEY-----\n", "expected a PEM key"),
         (private_pem(ec.generate_private_key(ec.SECP256R1()), b"secret"), "not encrypted"),
@@ -307,7 +309,7 @@ def cose_key(key: Key) -> Any:
     from cwt import COSEKey
 
     if key.algorithm is Algorithm.HS256:
-        return COSEKey.from_symmetric_key(bytes.fromhex(key.text()), alg="HS256")
+        return COSEKey.from_symmetric_key(bytes.fromhex(key.text().removeprefix("HS256 ")), alg="HS256")
     return COSEKey.from_pem(key.text(), kid=key.thumbprint or b"")
 
 
