@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,18 @@ from moqt.console import add_connection
 from moqt.credentials import TokenFile
 from moqt.errors import MoqtError
 
-__all__ = ["EXIT_CODES", "Console", "ExitCode", "add_common", "describe_missing", "run", "token_of"]
+__all__ = [
+    "EXIT_CODES",
+    "Console",
+    "ExitCode",
+    "add_common",
+    "counted",
+    "describe_missing",
+    "not_negative",
+    "positive",
+    "run",
+    "token_of",
+]
 
 EXIT_CODES = """exit codes:
   0  all went well
@@ -52,6 +65,29 @@ def add_common(parser: argparse.ArgumentParser) -> None:
         help="file with the 64 hex digits of the scope key (make one: openssl rand -hex 32 > scope.key)",
     )
     add_connection(parser)
+
+
+def not_negative(text: str) -> float:
+    """The value of an option: a number of 0 or more."""
+    return _number(text, "of 0 or more", lambda value: value >= 0)
+
+
+def positive(text: str) -> float:
+    """The value of an option: a number above 0."""
+    return _number(text, "above 0", lambda value: value > 0)
+
+
+def _number(text: str, expected: str, fits: Callable[[float], bool]) -> float:
+    with suppress(ValueError):
+        value = float(text)
+        if math.isfinite(value) and fits(value):
+            return value
+    raise argparse.ArgumentTypeError(f"expected a number {expected}, not {text}")
+
+
+def counted(number: int, noun: str) -> str:
+    """ "1 layer", "2 layers"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def token_of(arguments: argparse.Namespace) -> TokenFile:

@@ -172,9 +172,9 @@ def read_tokens(path: str | Path) -> np.ndarray[Any, np.dtype[np.int64]]:
                 raise ValueError("expected a JSON array of integers")
         return token_array(values)
     except OSError as error:
-        raise FileFault(f"token file {path}: {error.strerror}") from error
+        raise FileFault(f"tokens file {path}: {error.strerror}") from error
     except (ValueError, EOFError) as error:
-        raise FileFault(f"token file {path}: {error}") from error
+        raise FileFault(f"tokens file {path}: {error}") from error
 
 
 def read_descriptor(path: str | Path) -> Descriptor:

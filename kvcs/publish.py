@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -12,13 +13,25 @@ from pathlib import Path
 
 import moqt
 from kvcs import files
-from kvcs.console import EXIT_CODES, Console, ExitCode, add_common, run, token_of
+from kvcs.console import (
+    EXIT_CODES,
+    Console,
+    ExitCode,
+    add_common,
+    counted,
+    not_negative,
+    positive,
+    run,
+    token_of,
+)
 from kvcs.identity import ScopeKey
 from kvcs.publisher import Publication, Publisher
-from moqt.console import Signals, host_and_port, options_of
+from moqt.console import Signals, host_and_port, is_loopback, options_of
 from moqt.credentials import TokenFile
 from moqt.errors import DoneCode, MoqtError, UsageError
 from moqt.names import TrackNamespace
+
+logger = logging.getLogger("kvcs.publish")
 
 DESCRIPTION = """\
 Publish the KV cache in a file as tracks over MOQT, layer by layer, and serve it until told to go.
@@ -74,15 +87,15 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--layer-interval",
         metavar="SECONDS",
-        type=float,
+        type=not_negative,
         default=0.0,
         help="wait this long before each layer, as a prefill would (default: publish at once)",
     )
-    result.add_argument("--retention", metavar="SECONDS", type=float, help="how long relays may keep it")
+    result.add_argument("--retention", metavar="SECONDS", type=positive, help="how long relays may keep it")
     result.add_argument(
         "--serve-for",
         metavar="SECONDS",
-        type=float,
+        type=not_negative,
         help="leave then (default: at SIGINT or SIGTERM)",
     )
     result.add_argument(
@@ -121,17 +134,20 @@ async def publish(arguments: argparse.Namespace, token: TokenFile, console: Cons
         leave = await stack.enter_async_context(endpoint)
         publication = publisher.publish(cache.tokens)
         segment = publication.segment
+        layers = cache.descriptor.layers
         with Signals() as signals:  # Not while leaving: a second one ends it at once.
             console.tell(
                 "publication",
-                f"publication {publication.name.publication_id.hex()}: {segment.blocks} blocks of "
-                f"{cache.descriptor.block_tokens} tokens, {cache.descriptor.layers} layers"
+                f"publication {publication.name.publication_id.hex()}: {counted(segment.blocks, 'block')} of "
+                f"{counted(cache.descriptor.block_tokens, 'token')}, {counted(layers, 'layer')}"
                 + (
-                    f"; the last {segment.tail} tokens fill no block and are not sent" if segment.tail else ""
+                    f"; left out at the end: {counted(segment.tail, 'token')}, too few for a block"
+                    if segment.tail
+                    else ""
                 ),
                 publication_id=publication.name.publication_id.hex(),
                 blocks=segment.blocks,
-                layers=cache.descriptor.layers,
+                layers=layers,
                 tail_tokens=segment.tail,
             )
             work = asyncio.create_task(_put_layers(arguments, cache, publication, console))
@@ -151,7 +167,6 @@ async def publish(arguments: argparse.Namespace, token: TokenFile, console: Cons
                 await asyncio.gather(work, told, return_exceptions=True)
         publication.close()
         await leave()
-        layers = cache.descriptor.layers
         console.tell(
             "end",
             f"{reason}: left, "
@@ -181,7 +196,8 @@ async def _put_layers(
     seconds = time.monotonic() - started
     console.tell(
         "complete",
-        f"all {len(cache.layers)} layers are published after {seconds:.1f} s; serving until told to go",
+        f"published whole ({counted(len(cache.layers), 'layer')}) after {seconds:.1f} s; "
+        "serving until told to go",
         seconds=round(seconds, 3),
     )
 
@@ -193,6 +209,12 @@ async def _listening(
     if arguments.cert is None or arguments.key is None:
         raise UsageError("--listen needs --cert and --key: python certs/make.py makes a pair for development")
     host, port = host_and_port(arguments.listen)
+    if not is_loopback(host):
+        logger.warning(
+            "listening on %s: whoever can connect and knows the names of the scope gets the cache; "
+            "to restrict it, publish with --connect to a relay that has a --policy",
+            host,
+        )
     async with moqt.serve(
         host,
         port,

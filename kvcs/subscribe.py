@@ -17,7 +17,10 @@ from kvcs.console import (
     Console,
     ExitCode,
     add_common,
+    counted,
     describe_missing,
+    not_negative,
+    positive,
     run,
     token_of,
 )
@@ -74,19 +77,22 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--wait",
         metavar="SECONDS",
-        type=float,
+        type=not_negative,
         default=DISCOVERY_WAIT,
         help="how long to wait for a publication to be named (default: %(default)s)",
     )
     result.add_argument(
         "--patience",
         metavar="SECONDS",
-        type=float,
+        type=positive,
         default=10.0,
         help="give up when nothing has come for this long (default: %(default)s)",
     )
     result.add_argument(
-        "--budget", metavar="SECONDS", type=float, help="give up after this time in all (default: no bound)"
+        "--budget",
+        metavar="SECONDS",
+        type=positive,
+        help="give up after this time in all (default: no bound)",
     )
     add_common(result)
     return result
@@ -135,7 +141,7 @@ async def _receive(
     reception.partial = arguments.partial
     console.tell(
         "publication",
-        f"publication {reception.publication.publication_id.hex()}: {reception.blocks} blocks",
+        f"publication {reception.publication.publication_id.hex()}: {counted(reception.blocks, 'block')}",
         publication_id=reception.publication.publication_id.hex(),
         blocks=reception.blocks,
     )
@@ -185,7 +191,8 @@ async def _receive(
             rate = reception.received / seconds / 1e6 if seconds else 0.0
             console.tell(
                 "written",
-                f"{arguments.output}: {len(kept.layers)} layers of {len(kept.tokens)} tokens; "
+                f"{arguments.output}: {counted(len(kept.layers), 'layer')} of "
+                f"{counted(len(kept.tokens), 'token')}; "
                 f"{reception.received / 1e6:.1f} MB in {seconds:.2f} s ({rate:.1f} MB/s), "
                 f"first layer after {first:.2f} s",
                 output=str(arguments.output),
@@ -225,7 +232,10 @@ def _layers(text: str | None) -> tuple[int, int] | None:
     first, _, last = text.partition("-")
     if not first.isdecimal() or not (last or first).isdecimal():
         raise UsageError(f'--layers takes A-B or one layer, such as 0-7 or 3, not "{text}"')
-    return int(first), int(last or first)
+    span = int(first), int(last or first)
+    if span[0] > span[1]:
+        raise UsageError(f"--layers {text} is the wrong way round: did you mean {last}-{first}?")
+    return span
 
 
 def _span(arguments: argparse.Namespace, descriptor: Descriptor) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ipaddress
 import json
 import logging
 import signal
@@ -26,6 +27,7 @@ __all__ = [
     "Signals",
     "add_connection",
     "host_and_port",
+    "is_loopback",
     "options_of",
     "run",
 ]
@@ -82,6 +84,14 @@ def host_and_port(text: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or int(port) > 65535:
         raise UsageError(f'--listen takes HOST:PORT, such as localhost:4433 or [::1]:4433, not "{text}"')
     return host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host`, of `--listen`, can be reached from this machine alone."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 class Console:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ipaddress
 import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
 from moqt.client import connect
-from moqt.console import OK, USAGE, Console, Signals, host_and_port, run
+from moqt.console import OK, USAGE, Console, Signals, host_and_port, is_loopback, run
 from moqt.credentials import TokenFile
 from moqt.errors import UsageError
 from moqt.options import add_flags, load
@@ -186,11 +185,7 @@ def _check_loopback(host: str) -> None:
     """Raises UsageError for what is no loopback address: without a policy the relay serves anyone (security
     5).
     """
-    try:
-        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback:
+    if not is_loopback(host):
         raise UsageError(
             f"without a policy this relay serves everybody who can connect, so it does not listen on {host}: "
             "give it a --policy, or take localhost, 127.0.0.1 or [::1]"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import json
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,10 @@ import pytest
 
 import moqt
 from kvcs import Descriptor, PublicationName, ScopeKey, Subscriber, files
+from kvcs.console import counted
 from kvcs.layout import Geometry
+from kvcs.publish import parser as publish_parser
+from kvcs.subscribe import parser as subscribe_parser
 from moqt.authorization import AccessRequest, Allowed, Decision
 
 if TYPE_CHECKING:
@@ -258,7 +262,8 @@ async def test_nothing_found(place: Place) -> None:
         port = (await publisher.until("listening"))["port"]
         code, events, errors = await run(place.subscribe(port, tokens="other.json"))
         assert code == 4
-        assert "no publication was found" in errors
+        assert "no publication was found within 0.5 s: check that the scope key, the tokens" in errors
+        assert len(errors.splitlines()) == 1
         assert events[-1]["event"] == "error"
 
 
@@ -275,6 +280,9 @@ async def test_untrusted_server(place: Place) -> None:
     ("more", "message"),
     [
         (["--layers", "5-99"], "layers 5-99 do not lie within 0-11"),
+        (["--layers", "4-2"], "--layers 4-2 is the wrong way round: did you mean 2-4?"),
+        (["--patience", "-1"], "--patience: expected a number above 0, not -1"),
+        (["--tokens", "nowhere"], "tokens file nowhere: No such file or directory"),
         (["--layers", "x"], '--layers takes A-B or one layer, such as 0-7 or 3, not "x"'),
         (["--blocks", "0"], "the number of blocks is 1 or more, not 0"),
         (
@@ -297,6 +305,45 @@ async def test_listen_needs_a_certificate(place: Place) -> None:
     code, _, errors = await run(place.publish("--listen", "localhost:0"))
     assert code == 2
     assert "--listen needs --cert and --key" in errors
+
+
+@pytest.mark.parametrize(
+    ("parser", "option", "value"),
+    [
+        (publish_parser, "--layer-interval", "-1"),
+        (publish_parser, "--retention", "0"),
+        (publish_parser, "--serve-for", "-0.1"),
+        (subscribe_parser, "--wait", "-1"),
+        (subscribe_parser, "--wait", "nan"),
+        (subscribe_parser, "--wait", "soon"),
+        (subscribe_parser, "--patience", "0"),
+        (subscribe_parser, "--budget", "inf"),
+    ],
+)
+def test_seconds_that_make_no_sense(
+    place: Place,
+    parser: Callable[[], argparse.ArgumentParser],
+    option: str,
+    value: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = place.listen() if parser is publish_parser else place.subscribe(4433)
+    with pytest.raises(SystemExit) as ended:
+        parser().parse_args([*arguments[1:], option, value])
+    assert ended.value.code == 2
+    assert f"{option}: expected a number " in capsys.readouterr().err
+
+
+def test_one_is_singular() -> None:
+    assert [counted(number, "layer") for number in (0, 1, 2)] == ["0 layers", "1 layer", "2 layers"]
+
+
+async def test_whoever_serves_everybody_is_told(place: Place) -> None:
+    """The address can't be bound: it is nobody's (RFC 5737)."""
+    files = ("--cert", str(place.certificates.chain), "--key", str(place.certificates.key))
+    code, _, errors = await run(place.publish("--listen", "192.0.2.1:4433", *files))
+    assert code == 1
+    assert errors.startswith("WARNING kvcs.publish: listening on 192.0.2.1: whoever can connect and knows ")
 
 
 @pytest.mark.parametrize("command", ["kvcs.publish", "kvcs.subscribe"])

@@ -1,4 +1,4 @@
-"""Cache files, token files, descriptor files."""
+"""Cache files, tokens files, descriptor files."""
 
 from __future__ import annotations
 
@@ -390,7 +390,7 @@ def test_tokens_from_json_and_npy(tmp_path: Path) -> None:
 def test_token_file_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "tokens.json"
     path.write_text(text)
-    with pytest.raises(FileFault, match=f"token file {path}: "):
+    with pytest.raises(FileFault, match=f"tokens file {path}: "):
         read_tokens(path)
 
 
@@ -398,7 +398,7 @@ def test_token_array_file_refused(tmp_path: Path) -> None:
     path = tmp_path / "tokens.npy"
     for content in (b"", b"\x93NUMPY", b"[1]"):
         path.write_bytes(content)
-        with pytest.raises(FileFault, match=r"token file .*tokens\.npy: "):
+        with pytest.raises(FileFault, match=r"tokens file .*tokens\.npy: "):
             read_tokens(path)
     np.save(path, np.zeros(3, np.float32))
     with pytest.raises(FileFault, match="got float32 values"):
