@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from moqt.errors import MoqtError, UsageError
+from moqt.names import printable
 from moqt.options import add_flags, option
 from moqt.quic.api import QuicOptions
 
@@ -77,12 +78,14 @@ def options_of(arguments: argparse.Namespace | Connecting) -> QuicOptions:
     return QuicOptions(qlog_dir=arguments.qlog, max_datagram_size=arguments.datagram_size)
 
 
-def host_and_port(text: str) -> tuple[str, int]:
-    """The value of `--listen`; an IPv6 address comes without its brackets. Raises UsageError."""
+def host_and_port(text: str, source: str = "--listen") -> tuple[str, int]:
+    """What `source` says to listen on; an IPv6 address comes without its brackets. Raises UsageError."""
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdecimal() or int(port) > 65535:
-        raise UsageError(f'--listen takes HOST:PORT, such as localhost:4433 or [::1]:4433, not "{text}"')
+        raise UsageError(
+            f'{source}: expected HOST:PORT, such as localhost:4433 or [::1]:4433, not "{printable(text)}"'
+        )
     return host, int(port)
 
 

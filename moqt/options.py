@@ -53,10 +53,12 @@ def option(
     *,
     least: float | None = None,
     most: float | None = None,
+    check: Callable[[Any, str], object] | None = None,
     section: str = "",
     flag: str = "",
 ) -> Any:
-    """A field that is an option. A number lies between `least` and `most`. `section` begins a section of
+    """A field that is an option. A number lies between `least` and `most`; `check` gets a value, and where it
+    was said, and raises UsageError for one that is not as it must be. `section` begins a section of
     `--help`; `flag` is a second flag, of one letter: that of a number counts how often it is given.
     """
     metadata = {
@@ -64,6 +66,7 @@ def option(
         "help": help,
         "least": least,
         "most": most,
+        "check": check,
         "section": section,
         "flag": flag,
     }
@@ -82,6 +85,7 @@ class _Option:
     help: str
     least: float | None
     most: float | None
+    check: Callable[[Any, str], object] | None
     section: str
     flag: str
 
@@ -125,6 +129,8 @@ class _Option:
         if not right or not self._within(made):
             shown = f'"{printable(value)}"' if isinstance(value, str) else printable(str(value))
             raise UsageError(f"{source}: expected {self.expected}, not {shown}")
+        if self.check is not None:
+            self.check(made, source)
         return made
 
     def _within(self, value: Any) -> bool:

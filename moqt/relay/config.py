@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
-from moqt.console import Connecting, options_of
+from moqt.console import Connecting, host_and_port, options_of
 from moqt.limits import Limits
 from moqt.options import REQUIRED, option
 from moqt.quic.api import QuicOptions
@@ -29,7 +29,9 @@ REFUSALS: Final = 16
 class Settings(Connecting):
     """What the relay was told. Sizes are bytes, times are seconds."""
 
-    listen: str = option(REQUIRED, "HOST:PORT", "wait for sessions here", section="sessions")
+    listen: str = option(
+        REQUIRED, "HOST:PORT", "wait for sessions here", check=host_and_port, section="sessions"
+    )
     cert: Path = option(REQUIRED, "FILE", "the certificate chain, PEM")
     key: Path = option(REQUIRED, "FILE", "its private key, PEM")
     served_host: tuple[str, ...] = option(

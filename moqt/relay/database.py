@@ -28,7 +28,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
-from moqt.errors import MoqtError
+from moqt.errors import MoqtError, UsageError
 from moqt.filters import MAX_VARINT, Location
 from moqt.locations import LocationSet
 from moqt.names import FullTrackName
@@ -180,7 +180,8 @@ class Outcome:
 class Database:
     """The file `path`, of at most `limit` bytes. Its methods block; call one at a time.
 
-    Raises StoreFailed when the file can't be opened. Later failures are sqlite3.Error.
+    Raises UsageError for a directory that can't be written to, StoreFailed for a file that can't be used.
+    Later failures are sqlite3.Error.
     """
 
     def __init__(self, path: Path, limit: int) -> None:
@@ -193,11 +194,17 @@ class Database:
             raise StoreFailed(f"the cache on disk needs {LEAST_BYTES} bytes at least, not {limit}")
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.touch(mode=0o600)  # SQLite gives its journal the same mode.
+        except OSError as error:
+            raise UsageError(
+                f"{path.parent} is not a directory that this relay can write to ({error.strerror})"
+            ) from None
+        try:
             self._connection = sqlite3.connect(
                 path, isolation_level=None, check_same_thread=False, timeout=0.0
             )
             self._prepare()
-        except (OSError, sqlite3.Error) as error:
+        except sqlite3.Error as error:
             self.close()
             raise StoreFailed(self._why(error)) from None
         except StoreFailed:
@@ -335,9 +342,7 @@ class Database:
             self._connection.executescript("PRAGMA incremental_vacuum")
         self._execute(f"PRAGMA max_page_count = {self._limit // PAGE}")
 
-    def _why(self, error: OSError | sqlite3.Error) -> str:
-        if isinstance(error, OSError):
-            return f"{self.path.parent} can't be used for the cache: {error.strerror}"
+    def _why(self, error: sqlite3.Error) -> str:
         code = getattr(error, "sqlite_errorcode", None)
         if code == sqlite3.SQLITE_BUSY:
             return f"{self.path.parent} is in use by another relay: each needs a directory of its own"

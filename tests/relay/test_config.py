@@ -61,6 +61,13 @@ def test_a_wrong_value(command: Command) -> None:
     assert "MOQT_RELAY_LINGER: expected a number of at least 0" in command.fails(LINGER="long")
 
 
+def test_an_address_to_listen_on_that_is_none(command: Command) -> None:
+    """What said it is named, not another place."""
+    says = "expected HOST:PORT, such as localhost:4433 or [::1]:4433, not"
+    assert f'MOQT_RELAY_LISTEN: {says} "4433"' in command.fails(LISTEN="4433")
+    assert f'--listen: {says} "x"' in command.fails("--listen", "x", LISTEN="localhost:0")
+
+
 def test_help_teaches_every_option() -> None:
     text = parser().format_help()
     for name in Settings.__dataclass_fields__:

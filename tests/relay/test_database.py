@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from moqt import FullTrackName, Location
+from moqt.errors import UsageError
 from moqt.filters import MAX_VARINT
 from moqt.relay.database import LEAST_BYTES, LEAST_ROOM, Batch, Database, KeptObject, KeptTrack, StoreFailed
 from moqt.wire import PropertyType
@@ -269,11 +270,19 @@ def test_a_damaged_file(path: Path) -> None:
         Database(path, LIMIT)
 
 
+def test_the_file_is_for_its_owner_alone(path: Path) -> None:
+    """So is its journal, and both stay so."""
+    for number in range(2):
+        with contextlib.closing(Database(path, LIMIT)) as made:
+            write(made, an_object(0, number))
+            assert {file.stat().st_mode & 0o777 for file in path.parent.iterdir()} == {0o600}
+
+
 def test_places_where_no_file_can_be(path: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StoreFailed, match=r"file can't be used for the cache: .*exists"):
+    with pytest.raises(UsageError, match=r"file is not a directory that this relay can write to \(.*exists"):
         Database(tmp_path / "file" / "objects.sqlite3", LIMIT)
-    with pytest.raises(StoreFailed, match="can't be used for the cache: "):
+    with pytest.raises(UsageError, match="/proc/no is not a directory that this relay can write to"):
         Database(Path("/proc/no/objects.sqlite3"), LIMIT)
     path.mkdir(parents=True)
     with pytest.raises(StoreFailed, match=r"objects\.sqlite3 can't be used for the cache: unable to open"):

@@ -166,7 +166,7 @@ async def test_a_configuration_file(place: Place, tmp_path: Path) -> None:
     file = tmp_path / "relay.toml"
     file.write_text(
         f"""
-        listen = "localhost"
+        listen = "192.0.2.1:1"
         cert = "{place.certificates.chain}"
         key = "{place.certificates.key}"
         json = true
