@@ -35,7 +35,7 @@ Relay MOQT tracks: publishers and subscribers connect here, Objects are cached a
 
 Without --policy everybody who can connect is served, so only a loopback address can be listened on. An
 upstream is another relay, which is asked for what no publisher has announced here, with the token of --token
-and never with one of a client.
+and never with one of a client. Upstreams must form a tree: a loop is not detected.
 
   python certs/make.py                          # a development CA and a server certificate
   python -m moqt.relay --listen localhost:4433 --cert certs/cert.pem --key certs/key.pem
@@ -56,6 +56,8 @@ Each option can be said in three places; the first that says it counts:
 In the latter two a switch is true or false; what may be repeated has blanks between in the environment and is
 an array in the file. A name that is no option is an error.
 """
+
+_LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 
 EPILOG = """\
 exit codes:
@@ -87,7 +89,7 @@ async def relay(settings: Settings, console: Console) -> int:
     token = TokenFile(settings.token)
     token.read()  # What is wrong with the file is told now.
     for uri in settings.upstream:
-        MoqtUri.parse(uri)
+        _check_upstream(MoqtUri.parse(uri), host, port)
     if settings.ca is not None:
         certificates_in(settings.ca)  # Else it would be told when an upstream is dialled, again and again.
     options, limits, stats = settings.options, settings.limits, Stats()
@@ -176,7 +178,7 @@ def _pages(host: str, port: int, status: Status) -> AbstractAsyncContextManager[
     try:
         from moqt.relay.metrics import Metrics
     except ModuleNotFoundError as error:
-        raise UsageError("--metrics-port needs prometheus_client: pip install 'kvcs[metrics]'") from error
+        raise UsageError("--metrics-port needs prometheus_client: pip install prometheus-client") from error
     pages = {"/metrics": Metrics(status).page, "/status": status.page, "/healthz": status.health}
     return serve_pages(host, port, pages)
 
@@ -190,6 +192,15 @@ def _check_loopback(host: str) -> None:
             f"without a policy this relay serves everybody who can connect, so it does not listen on {host}: "
             "give it a --policy, or take localhost, 127.0.0.1 or [::1]"
         )
+
+
+def _check_upstream(uri: MoqtUri, host: str, port: int) -> None:
+    """Raises UsageError for an upstream that is this relay itself, as far as its name tells: a loop is not
+    noticed later.
+    """
+    here = _LOOPBACK if host in {"::", "0.0.0.0", *_LOOPBACK} else {host}
+    if uri.port == port and uri.host in {host, *here}:
+        raise UsageError(f"--upstream {uri.authority} is where this relay listens itself: name another one")
 
 
 def main() -> int:

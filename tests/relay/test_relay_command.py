@@ -122,6 +122,10 @@ async def test_kill_9_of_the_publisher(place: Place, relays_too: bool) -> None:
         (["--listen", "0.0.0.0:0"], "does not listen on 0.0.0.0"),
         (["--listen", "localhost"], "HOST:PORT"),
         (["--upstream", "http://x"], "moqt://"),
+        (
+            ["--listen", "[::1]:4433", "--upstream", "moqt://localhost:4433"],
+            "where this relay listens itself",
+        ),
         (["--cache-bytes", "-1"], "--cache-bytes: expected a whole number of at least 0, not -1"),
         (["--cert", "/no/such/file"], "/no/such/file: No such file or directory"),
         (["--key", "/no/such/file"], "/no/such/file: No such file or directory"),
