@@ -6,7 +6,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
@@ -28,6 +28,7 @@ __all__ = [
     "add_common",
     "counted",
     "describe_missing",
+    "missing_blocks",
     "not_negative",
     "positive",
     "run",
@@ -149,19 +150,20 @@ def run(
     )
 
 
-def describe_missing(missing: list[Missing]) -> list[str]:
+def missing_blocks(missing: Iterable[Missing]) -> dict[int, list[tuple[int, int]]]:
+    """By layer, the first and the last of each run of its missing blocks."""
+    spans: dict[int, list[tuple[int, int]]] = {}
+    for pair in sorted(missing, key=lambda pair: (pair.layer, pair.block)):
+        of_layer = spans.setdefault(pair.layer, [])
+        first = of_layer.pop()[0] if of_layer and of_layer[-1][1] == pair.block - 1 else pair.block
+        of_layer.append((first, pair.block))
+    return spans
+
+
+def describe_missing(missing: Iterable[Missing]) -> list[str]:
     """One line a layer, with the ranges of its missing blocks: "layer 3: blocks 0-5, 7"."""
-    by_layer: dict[int, list[int]] = {}
-    for pair in missing:
-        by_layer.setdefault(pair.layer, []).append(pair.block)
     lines = []
-    for layer, blocks in sorted(by_layer.items()):
-        spans: list[list[int]] = []
-        for block in sorted(blocks):
-            if spans and block == spans[-1][1] + 1:
-                spans[-1][1] = block
-            else:
-                spans.append([block, block])
+    for layer, spans in missing_blocks(missing).items():
         text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
-        lines.append(f"layer {layer}: block{'s' if len(blocks) > 1 else ''} {text}")
+        lines.append(f"layer {layer}: block{'' if text.isdecimal() else 's'} {text}")
     return lines

@@ -114,7 +114,10 @@ def read(path: str | Path, *, descriptor: Descriptor | None = None) -> CacheFile
 
 
 def check_writable(path: str | Path, descriptor: Descriptor) -> None:
-    """Raise FileFault where `write` could not write a cache of `descriptor`: to know it before the work."""
+    """Raise FileFault where `write` could not write a cache of `descriptor`: to know it before the work.
+
+    A file is made beside `path`, and removed, to find out. Whether there will be room is not known.
+    """
     path = Path(path)
     _format(path)
     if advice := _advice(path, descriptor):
@@ -123,8 +126,14 @@ def check_writable(path: str | Path, descriptor: Descriptor) -> None:
         raise FileFault(f"cache file {path}: not written: it is a directory")
     if not path.parent.is_dir():
         raise FileFault(f"cache file {path}: not written: there is no directory {path.parent}")
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise FileFault(f"cache file {path}: not written: no permission to write into {path.parent}")
+    trial = _temporary(path)
+    try:
+        trial.touch(mode=0o600, exist_ok=False)
+        trial.unlink()
+    except OSError as error:
+        raise FileFault(
+            f"cache file {path}: not written: no file can be made in {path.parent}: {error.strerror}"
+        ) from error
 
 
 def write(path: str | Path, cache: CacheFile) -> None:
@@ -143,7 +152,7 @@ def write(path: str | Path, cache: CacheFile) -> None:
         tensors[f"layers.{layer}.k"] = np.ascontiguousarray(in_native_order(k))
         if v.shape[2]:
             tensors[f"layers.{layer}.v"] = np.ascontiguousarray(in_native_order(v))
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary = _temporary(path)
     try:
         try:
             writer(temporary, cache.descriptor.json, tensors)
@@ -267,6 +276,10 @@ def _advice(path: Path, descriptor: Descriptor) -> str:
     if path.suffix != ".npz" or descriptor.dtype in _NPZ_DTYPES:
         return ""
     return f"; an .npz file does not keep {descriptor.dtype}: use .safetensors instead"
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
 
 
 def _sync(path: Path) -> None:

@@ -19,6 +19,7 @@ from kvcs.console import (
     add_common,
     counted,
     describe_missing,
+    missing_blocks,
     not_negative,
     positive,
     run,
@@ -41,12 +42,19 @@ it to a file. The longest published prefix of the tokens is taken.
 """
 
 
+JSON = """\
+With --json, an event "error" of what is incomplete lists under "missing" the runs of missing blocks of each
+layer, first and last: {"layer": 3, "blocks": [[0, 5], [7, 7]]} are the blocks 0 to 5, and 7.
+
+"""
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = argparse.ArgumentParser(
         prog="python -m kvcs.subscribe",
         description=DESCRIPTION,
-        epilog=EXIT_CODES,
+        epilog=JSON + EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     result.add_argument("uri", metavar="URI", help="where to ask: moqt://host[:port]/[path]")
@@ -180,8 +188,9 @@ async def _receive(
         if reception.cause is not None:
             reason = token.advice(reception.cause) or reason
         console.error(
-            f"incomplete: {reason}\n" + "\n".join(f"  missing {line}" for line in describe_missing(missing)),
-            missing=[[pair.layer, pair.block] for pair in missing],
+            f"incomplete: {reason}",
+            lines=[f"  missing {line}" for line in describe_missing(missing)],
+            missing=[{"layer": layer, "blocks": spans} for layer, spans in missing_blocks(missing).items()],
             **figures,
         )
     if received and (whole or arguments.partial):

@@ -9,7 +9,7 @@ import json
 import logging
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -114,10 +114,14 @@ class Console:
         """Print a line for people."""
         print(text, flush=True)
 
-    def error(self, text: str, **details: object) -> None:
-        """What went wrong, in a sentence, on standard error."""
+    def error(self, text: str, *, lines: Sequence[str] = (), **details: object) -> None:
+        """What went wrong, in a sentence, on standard error, and `lines` that tell people more."""
         self.close()
-        print(text if self.as_json else f"{_command()}: {text}", file=sys.stderr, flush=True)
+        print(
+            "\n".join((text if self.as_json else f"{_command()}: {text}", *lines)),
+            file=sys.stderr,
+            flush=True,
+        )
         if self.as_json:
             print(json.dumps({"event": "error", "text": text, **details}), flush=True)
 

@@ -19,7 +19,8 @@ import pytest
 
 import moqt
 from kvcs import Descriptor, PublicationName, ScopeKey, Subscriber, files
-from kvcs.console import counted
+from kvcs.assembly import Missing
+from kvcs.console import counted, describe_missing, missing_blocks
 from kvcs.layout import Geometry
 from kvcs.publish import parser as publish_parser
 from kvcs.subscribe import parser as subscribe_parser
@@ -195,8 +196,11 @@ async def test_publisher_killed_after_some_layers(place: Place) -> None:
     assert layers == list(range(len(layers)))
     assert 3 <= len(layers) < LAYERS
     # Exactly the layers that were not handed out may be missing, each with all blocks that did not come.
-    missing = next(event for event in events if event["event"] == "error")["missing"]
-    assert {layer for layer, _ in missing} == set(range(len(layers), LAYERS))
+    error = next(event for event in events if event["event"] == "error")
+    assert [one["layer"] for one in error["missing"]] == list(range(len(layers), LAYERS))
+    assert error["missing"][-1]["blocks"] == [[0, BLOCKS - 1]]
+    assert error["text"].startswith("incomplete: ")
+    assert "\n" not in error["text"]
     assert f"layer {LAYERS - 1}: blocks 0-{BLOCKS - 1}" in errors
     assert not place.output.exists()
     assert not list(place.folder.glob(".*tmp"))
@@ -301,6 +305,12 @@ async def test_bad_usage(place: Place, more: list[str], message: str) -> None:
         assert (code, message in errors) == (2, True), errors
 
 
+async def test_an_output_that_cannot_be_written_is_known_before_connecting(place: Place) -> None:
+    """Nobody listens on port 1: to connect would be exit code 1."""
+    code, _, errors = await run(place.subscribe(1, "--output", "/proc/received.safetensors"))
+    assert (code, "not written: no file can be made in /proc: " in errors) == (2, True), errors
+
+
 async def test_listen_needs_a_certificate(place: Place) -> None:
     code, _, errors = await run(place.publish("--listen", "localhost:0"))
     assert code == 2
@@ -332,6 +342,12 @@ def test_seconds_that_make_no_sense(
         parser().parse_args([*arguments[1:], option, value])
     assert ended.value.code == 2
     assert f"{option}: expected a number " in capsys.readouterr().err
+
+
+def test_missing_blocks_are_told_in_ranges() -> None:
+    missing = [Missing(0, 3, 7), Missing(1, 1, 0), *(Missing(0, 3, block) for block in (2, 0, 1, 4))]
+    assert missing_blocks(missing) == {1: [(0, 0)], 3: [(0, 2), (4, 4), (7, 7)]}
+    assert describe_missing(missing) == ["layer 1: block 0", "layer 3: blocks 0-2, 4, 7"]
 
 
 def test_one_is_singular() -> None:

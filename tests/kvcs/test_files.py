@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import stat
@@ -231,9 +232,16 @@ def test_what_cannot_be_written_is_known_beforehand(
             write(tmp_path / name, cache("float16"))
     with pytest.raises(FileFault, match="ends in"):
         check_writable(tmp_path / "a.pt", descriptor)
-    monkeypatch.setattr(os, "access", lambda *_: False)  # the tests may run as root
-    with pytest.raises(FileFault, match="no permission"):
+    with pytest.raises(FileFault, match="not written: no file can be made in /proc: "):
+        check_writable(f"/proc/a{suffix}", descriptor)  # whoever runs the tests
+
+    def denied(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "touch", denied)
+    with pytest.raises(FileFault, match=f"no file can be made in {tmp_path}: Permission denied"):
         check_writable(tmp_path / f"a{suffix}", descriptor)
+    assert os.listdir(tmp_path) == [f"directory{suffix}"]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
