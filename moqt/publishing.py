@@ -62,6 +62,8 @@ class Publishing:
         self._fetches = 0
         self._fetching: set[asyncio.Task[None]] = set()
         self._subscriptions: dict[Delivery, asyncio.Task[None]] = {}
+        self._finding: set[asyncio.Task[None]] = set()
+        """Those that serve a request whose Track is looked up."""
 
     @property
     def subscriptions(self) -> int:
@@ -293,8 +295,8 @@ class Publishing:
             over.set()
 
     async def idle(self) -> None:
-        """Wait until no subscription and no fetch is served."""
-        while serving := {*self._subscriptions.values(), *self._fetching}:
+        """Wait until no subscription and no fetch is served, or about to be."""
+        while serving := {*self._subscriptions.values(), *self._fetching, *self._finding}:
             await asyncio.wait(serving)
 
     async def finish(self, code: DoneCode) -> None:
@@ -321,6 +323,9 @@ class Publishing:
         def on_stopped(_code: int) -> None:
             finding.cancel()
 
+        task: asyncio.Task[None] | None = asyncio.current_task()
+        assert task is not None
+        self._finding.add(task)
         stream.stream.on_stopped = on_stopped
         try:
             if stream.stream.stopped is not None:
@@ -332,6 +337,7 @@ class Publishing:
             raise StreamStopped(stream.stream.stopped) from None
         finally:
             finding.cancel()
+            self._finding.discard(task)
             stream.stream.on_stopped = None
 
 

@@ -227,3 +227,28 @@ async def test_leave_ends_when_all_have_left() -> None:
         assert not reader.closed
         assert not idle.closed
         await watch.close()
+
+
+async def test_leave_waits_for_who_asked_before() -> None:
+    """A SUBSCRIBE that came before GOAWAY, of a Track that is still looked up, is served like the others."""
+    track, found = Track(NAME, one_subgroup=True), asyncio.Event()
+
+    class Slow(Tracks):
+        async def find(self, *_: object, **__: object) -> Track:
+            await found.wait()
+            return track
+
+    async with serving(Slow()) as server, client_of(server) as reader:
+        asking = asyncio.ensure_future(reader.subscribe(NAME, deadline=60))
+        await asyncio.sleep(1)
+        leaving = asyncio.ensure_future(server.leave(deadline=600))
+        await asyncio.sleep(10)
+        assert not leaving.done()
+        found.set()
+        subscription = await asking
+        publish_groups(track, range(3), 2)
+        assert len(await take(subscription, 6)) == 6
+        assert not leaving.done()
+        await subscription.close()
+        async with asyncio.timeout(10):
+            await leaving
