@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from kvcs import Descriptor, ScopeKey, files
+from kvcs import Descriptor, Publisher, ScopeKey, files
 from kvcs.errors import InvalidDescriptor
 
 if TYPE_CHECKING:
@@ -66,7 +66,9 @@ async def test_library_example(certificates: Certificates) -> None:
         assert np.array_equal(v[:32], got_v)
 
 
-def test_a_cache_file_from_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_file_from_numpy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """What the commands of the README read, made as it says, from the descriptor that lies here."""
     (tmp_path / "examples").mkdir()
     model = tmp_path / "examples" / "model.json"
@@ -77,6 +79,8 @@ def test_a_cache_file_from_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert cache.descriptor == Descriptor.parse(model.read_text())
     assert len(cache.layers) == cache.descriptor.layers
     assert np.array_equal(cache.tokens, files.read_tokens("prompt.json"))
+    Publisher(cache.descriptor, ScopeKey.random()).publish(cache.tokens)
+    assert not caplog.records  # such as: Objects outside the recommended sizes
 
 
 def test_every_member_of_the_descriptor_is_documented() -> None:
