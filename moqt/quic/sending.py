@@ -16,7 +16,7 @@ from aioquic.buffer import encode_uint_var
 from aioquic.quic.congestion.base import QuicCongestionControl
 from aioquic.quic.packet import QuicPacketType
 from aioquic.quic.packet_builder import QuicDeliveryState, QuicSentPacket
-from aioquic.quic.recovery import K_MICRO_SECOND, QuicPacketPacer
+from aioquic.quic.recovery import QuicPacketPacer
 from aioquic.quic.stream import QuicStream, QuicStreamSender
 
 from moqt.quic.api import Buffer
@@ -344,5 +344,6 @@ class Pacer(QuicPacketPacer):
         starting = threshold is None or congestion_window < threshold
         paced = int(congestion_window * (PACE_AT_START if starting else PACE))
         super().update_rate(paced, smoothed_rtt)
-        rate = paced / max(smoothed_rtt, K_MICRO_SECOND)
-        self.bucket_max = max(self.bucket_max, min(BURST_SECONDS, BURST * self._max_datagram_size / rate))
+        assert self.packet_time is not None
+        # By the packet's time, which has a floor: by the rate, a fast path had bursts of a few datagrams.
+        self.bucket_max = max(self.bucket_max, min(BURST_SECONDS, BURST * self.packet_time))
