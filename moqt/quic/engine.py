@@ -483,8 +483,9 @@ class Engine(QuicConnection):
         space.received_packets.add(number)
         if len(space.ack_queue) > MAX_ACK_RANGES:
             space.ack_queue.shift()
-        if ack_eliciting and space.ack_at is None:
-            space.ack_at = now + self._ack_delay
+        if ack_eliciting:
+            # RFC 9000 13.2.2: a second packet is not left to the timer, which costs slow start a round trip.
+            space.ack_at = now + self._ack_delay if space.ack_at is None else now
         return True
 
     def _read_payload(self, payload: bytes, now: float) -> bool:
