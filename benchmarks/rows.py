@@ -7,6 +7,7 @@ row needs, so that its peak memory is that of the row.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import resource
@@ -260,6 +261,7 @@ async def publish_kvcs(control: Control) -> None:
     """The product: all layers published before "go", then served by FETCH."""
     import moqt
 
+    gc.freeze()  # what is imported, as the commands do (moqt.console.run)
     settings = control.settings
     publisher = await _published(settings)
     directory = Path(settings.directory)
@@ -296,6 +298,7 @@ async def sink_kvcs(control: Control, port: int) -> None:
     from kvcs.identity import ScopeKey
     from kvcs.subscriber import Subscriber
 
+    gc.freeze()  # what is imported, as the commands do (moqt.console.run)
     settings = control.settings
     options = moqt.QuicOptions(max_datagram_size=settings.datagram_size)
     async with moqt.connect(

@@ -32,7 +32,7 @@ HEAD_START: Final = 0.01
 need not be asked for, and layer 0 comes sooner.
 """
 
-MORE_WAIT: Final = 0.001
+MORE_WAIT: Final = 0.0005
 """Seconds for further publications of the longest prefix, after the first."""
 
 PARALLEL_PREFIXES: Final = 32
