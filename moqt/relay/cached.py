@@ -51,8 +51,6 @@ class CachedTrack(FollowedTrack):
         """Something may have been published of which nothing came, since a stream was reset, or a datagram
         may have been lost: the Largest Object may be another one than we know.
         """
-        self.retired = False
-        """The relay has forgotten the Track: what is still on its way is not kept, since nobody finds it."""
         self._cache = cache
         self._filler = filler
         self._holes = holes
@@ -121,7 +119,7 @@ class CachedTrack(FollowedTrack):
             self._take_status(header, priority, live, ends)
             return None
         if item is None:
-            if self.fault or self.retired or location in self.known:  # moqt 15 #4
+            if self.fault or location in self.known:  # moqt 15 #4
                 return None
             item = CachedObject(
                 location,

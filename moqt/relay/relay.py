@@ -202,7 +202,6 @@ class Relay:
         if self.feeds.get(feed.name) is not feed:
             return
         del self.feeds[feed.name]
-        feed.track.retired = True
         shelf = self._shelves[feed.name.namespace]
         if feed.track.largest is None:
             del shelf[feed.name]

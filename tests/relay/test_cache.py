@@ -22,8 +22,7 @@ from moqt import (
     Subscription,
     Track,
 )
-from moqt.errors import DoneCode, MalformedTrack, RequestRefused, ResetCode, StreamReset
-from moqt.relay import Relay
+from moqt.errors import DoneCode, MalformedTrack, ResetCode, StreamReset
 from moqt.relay.cache import GROUP_OVERHEAD, OVERHEAD, SEGMENT, TRACK_OVERHEAD, Cache
 from moqt.relay.cached import CachedTrack
 from moqt.relay.inlets import FetchInlet, SubgroupInlet
@@ -495,17 +494,3 @@ async def test_track_properties_of_a_later_reply_replace_those_before() -> None:
         track.properties = ((0x78, 3),)
         await fetched(net, track, GroupOrder.ASCENDING, LocationFilter.groups(1, 1))
         assert (await net.sessions[0].track_status(track.name)).properties == ((0x78, 3),)
-
-
-async def test_a_track_that_was_forgotten_keeps_nothing() -> None:
-    """What was on its way when the relay dropped it would lie in the cache until it is thrown out."""
-    relay = Relay()
-    name = FullTrackName((b"a",), b"t")
-    with pytest.raises(RequestRefused):
-        await relay.find(name, object(), 0.0, upward=False)
-    feed = relay.feeds[name]
-    header = ObjectHeader(Location(0, 0), 0, 128, (), b"", ObjectStatus.NORMAL, 4)
-    relay.drop(feed)
-    assert feed.track.begin(header, live=True) is None
-    assert not len(relay.cache)
-    await relay.close()
