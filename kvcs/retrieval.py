@@ -194,12 +194,12 @@ class _TrackRetrieval:
                 self._name, filter=location_filter, range_filters=range_filters
             ) as fetch:
                 discarded = await self._take_all(fetch)
-            await self._pause(self._failed(first, last, lacking, but=discarded))
+            self._failed(first, last, lacking, but=discarded)
         except RequestRejected as rejection:
             if rejection.code == RequestCode.INVALID_RANGE:
                 if growing:
                     return  # Nothing of it is published yet: it comes live.
-                await self._pause(self._failed(first, last, lacking))
+                self._failed(first, last, lacking, times=ATTEMPTS)
             elif rejection.retry_after is None:
                 self._failed(first, last, rejection, times=ATTEMPTS)
             else:
@@ -212,11 +212,6 @@ class _TrackRetrieval:
             elif self._fetched == fetched:
                 self._failed(first, last, error)
         self.fetch(first, last)
-
-    async def _pause(self, failures: int) -> None:
-        """A relay may know more in a moment: when it has caught up with a publisher that has come back."""
-        if failures:
-            await asyncio.sleep(LEAST_PAUSE * 2 ** (failures - 1))
 
     async def _take_all(self, fetch: FetchStream) -> set[Location]:
         """Take what a fetch brings, to its end; which Objects were discarded."""
@@ -237,10 +232,8 @@ class _TrackRetrieval:
         *,
         but: Container[Location] = (),
         times: int = 1,
-    ) -> int:
-        """Count for what is missing that it did not come; when that happens too often its layer is lost.
-        Returns the largest count of what may still come, 0 if there is nothing.
-        """
+    ) -> None:
+        """Count for what is missing that it did not come; when that happens too often its layer is lost."""
         failed = [
             where
             for layer, blocks in self._missing(first, last)
@@ -254,7 +247,6 @@ class _TrackRetrieval:
             if self._failures[where] >= ATTEMPTS:
                 self._lost.add(where.group)
                 self._progress.news.set()
-        return max((count for where in failed if (count := self._failures[where]) < ATTEMPTS), default=0)
 
     def _filters(self, first: Location, last: Location) -> tuple[LocationFilter, tuple[RangeFilter, ...]]:
         blocks = self._assembly.blocks

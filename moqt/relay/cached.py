@@ -153,7 +153,7 @@ class CachedTrack(FollowedTrack):
         self._note(location, location)
         item.writers += 1  # Nothing can throw it out meanwhile.
         if live:
-            self.saw(location)
+            self.saw(location, tell=self._deferred is not None)  # Those below do not get it yet.
             self.doubtful = self.doubtful or header.datagram
             self._tell_once(item)
         item.writers -= 1

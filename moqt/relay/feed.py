@@ -372,7 +372,8 @@ class Feed:
         """Follow a publisher until it has no more, or is lost."""
         track = self.track
         track.describe(subscription.properties)
-        track.saw(subscription.largest)
+        # After a loss those below know an old one, and would deny what exists until we have caught up.
+        track.saw(subscription.largest, tell=self._broken)
         subscription.on_largest = lambda: track.saw(subscription.largest, tell=True)
         self._established[session] = subscription
         self._relay.subscribed += 1

@@ -27,6 +27,7 @@ class Watcher(TrackWatcher):
 
     def __init__(self) -> None:
         self.told: list[tuple[str, object]] = []
+        self.largest = 0
 
     def on_object(self, item: StoredObject) -> None:
         self.told.append(("object", (item.location.group, item.location.object)))
@@ -36,6 +37,9 @@ class Watcher(TrackWatcher):
 
     def on_failed(self, item: StoredObject, code: int) -> None:
         self.told.append(("failed", (item.location.group, item.location.object)))
+
+    def on_largest(self) -> None:
+        self.largest += 1
 
     def on_subgroup_end(self, group: int, subgroup: int, code: int | None) -> None:
         self.told.append(("end", (group, subgroup, code)))
@@ -78,6 +82,17 @@ async def test_the_end_of_a_track_waits_for_what_was_missed(track: CachedTrack) 
     track.catch_up()
     expected = [("object", (0, number)) for number in range(3)]
     assert watcher.told == [*expected, ("removed", DoneCode.TRACK_ENDED)]
+
+
+async def test_the_largest_object_is_told_while_objects_are_not(track: CachedTrack) -> None:
+    """Else a relay below would deny what has come here and is kept back until what is missing has come."""
+    watcher = Watcher()
+    track.watch(watcher)
+    begin(track, 0, 0).write(payload())
+    track.defer()
+    begin(track, 0, 2).write(payload())
+    assert watcher.told == [("object", (0, 0))]
+    assert (watcher.largest, track.largest) == (1, Location(0, 2))
 
 
 async def test_what_is_malformed_ends_at_once(track: CachedTrack) -> None:
@@ -209,3 +224,19 @@ async def test_a_publisher_that_is_lost_in_the_middle_of_a_fill_and_comes_back(o
         await asyncio.sleep(5)
         net.end(track)
         check_exactly_once(track, objects([*received, *await collect(subscription)]))
+
+
+async def test_a_fetch_of_what_was_published_during_a_loss_is_not_cut_short() -> None:
+    """By the second of two relays, which has lost nothing itself, before the first one has caught up."""
+    track = make_track(b"t")
+    filled(track, [0], 1, SIZE)
+    async with network(track, relays=2, relay_options={"cache_bytes": 0}) as net:
+        await join(net.sessions[0], track.name)
+        net.links[0].cut()
+        await asyncio.sleep(0.1)
+        filled(track, range(1, 30), 3, SIZE)
+        await net.publish(net.tracks)
+        await until(lambda: net.relays[1].feeds[track.name].track.largest == track.largest)
+        assert net.relays[0].feeds[track.name]._recovery is not None
+        async with await net.sessions[0].fetch(track.name, filter=EVERYTHING) as fetch:
+            check_exactly_once(track, objects(await collect(fetch)))
