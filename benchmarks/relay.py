@@ -21,14 +21,12 @@ MB is 10^6 octets and GB 10^9. This passes and fails nothing: it prints.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
@@ -38,8 +36,8 @@ from pathlib import Path
 from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks.rows import HOST, KVCS, MAX_DATAGRAM_SIZE, RELAYED, Settings, Sunk, Usage
-from benchmarks.throughput import ROOT, Child, machine
+from benchmarks.rows import HOST, KVCS, RELAYED, Settings, Sunk, Usage
+from benchmarks.throughput import ROOT, Child, aligned, parser, prepared
 
 STOP_AFTER: Final = 0.2
 """Seconds after "go" when a subscriber is stopped."""
@@ -249,53 +247,10 @@ def figures(arrangement: Arrangement, rounds: Sequence[dict[Arrangement, Measure
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--rounds", type=int, default=3, help="how often each row runs (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--size", type=int, default=64, metavar="MIB", help="payload of the cache (default: %(default)s MiB)"
-    )
-    parser.add_argument(
-        "--object-size",
-        type=int,
-        default=32,
-        metavar="KIB",
-        help="data of one Object (default: %(default)s KiB)",
-    )
-    parser.add_argument("--layers", type=int, default=64, help="layers of the cache (default: %(default)s)")
-    parser.add_argument(
-        "--datagram-size",
-        type=int,
-        default=MAX_DATAGRAM_SIZE,
-        metavar="OCTETS",
-        help="UDP payload (default: %(default)s)",
-    )
-    options = parser.parse_args(arguments)
-    print(machine())
-    print(
-        f"loopback, {options.rounds} rounds, a cache of {options.size} MiB, {options.datagram_size}-octet "
-        f"datagrams, Objects of {options.object_size} KiB, {options.layers} layers\n"
-    )
-    with tempfile.TemporaryDirectory() as directory:
-        subprocess.run(
-            [sys.executable, ROOT / "certs" / "make.py", directory], check=True, stdout=subprocess.DEVNULL
-        )
-        settings = Settings(
-            size=options.size << 20,
-            tcp_size=0,
-            object_size=options.object_size << 10,
-            layers=options.layers,
-            datagram_size=options.datagram_size,
-            directory=directory,
-        )
+    options = parser(__doc__).parse_args(arguments)
+    with prepared(options) as settings:
         rounds = [{row: measure(row, settings) for row in ARRANGEMENTS} for _ in range(options.rounds)]
-    lines = [HEADINGS, *(figures(row, rounds) for row in ARRANGEMENTS)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        print("  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip())
+    print(aligned([HEADINGS, *(figures(row, rounds) for row in ARRANGEMENTS)]))
 
 
 if __name__ == "__main__":

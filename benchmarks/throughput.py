@@ -26,7 +26,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -163,71 +164,68 @@ def figures(name: str, rounds: Sequence[dict[str, Measurement]]) -> Sequence[str
     )
 
 
-def table(rounds: Sequence[dict[str, Measurement]]) -> str:
-    """The figures of all rounds, aligned."""
-    lines = [HEADINGS, *(figures(row.name, rounds) for row in ROWS)]
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Lines of cells as columns, the first one to the left."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
-        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines
+        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip()
+        for line in lines
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The options that benchmarks have in common."""
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--rounds", type=int, default=3, help="how often each row runs (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--size",
-        type=int,
-        default=64,
-        metavar="MIB",
-        help="payload of the QUIC rows (default: %(default)s MiB)",
-    )
-    parser.add_argument(
-        "--tcp-size",
-        type=int,
-        default=256,
-        metavar="MIB",
-        help="payload of the TCP row (default: %(default)s MiB)",
-    )
-    parser.add_argument(
-        "--object-size",
-        type=int,
-        default=32,
-        metavar="KIB",
-        help="data of one Object (default: %(default)s KiB)",
-    )
-    parser.add_argument("--layers", type=int, default=64, help="layers of the cache (default: %(default)s)")
-    parser.add_argument(
-        "--datagram-size",
-        type=int,
-        default=MAX_DATAGRAM_SIZE,
-        metavar="OCTETS",
-        help="UDP payload of the kvcs row (default: %(default)s)",
-    )
-    options = parser.parse_args(arguments)
+    for option, default, metavar, text in (
+        ("--rounds", 3, None, "how often each row runs"),
+        ("--size", 64, "MIB", "payload of the QUIC rows in MiB"),
+        ("--object-size", 32, "KIB", "data of one Object in KiB"),
+        ("--layers", 64, None, "layers of the cache"),
+        ("--datagram-size", MAX_DATAGRAM_SIZE, "OCTETS", "UDP payload of the kvcs rows"),
+    ):
+        made.add_argument(
+            option, type=int, default=default, metavar=metavar, help=f"{text} (default: {default})"
+        )
+    return made
+
+
+@contextmanager
+def prepared(options: argparse.Namespace, *, tcp_size: int = 0) -> Iterator[Settings]:
+    """Say what is measured where, and make the certificates."""
     print(machine())
     print(
-        f"loopback, {options.rounds} rounds, {options.datagram_size}-octet datagrams, Objects of "
-        f"{options.object_size} KiB, {options.layers} layers\n"
+        f"loopback, {options.rounds} rounds, {options.size} MiB, {options.datagram_size}-octet datagrams, "
+        f"Objects of {options.object_size} KiB, {options.layers} layers\n"
     )
     with tempfile.TemporaryDirectory() as directory:
         subprocess.run(
             [sys.executable, ROOT / "certs" / "make.py", directory], check=True, stdout=subprocess.DEVNULL
         )
-        settings = Settings(
+        yield Settings(
             size=options.size << 20,
-            tcp_size=options.tcp_size << 20,
+            tcp_size=tcp_size << 20,
             object_size=options.object_size << 10,
             layers=options.layers,
             datagram_size=options.datagram_size,
             directory=directory,
         )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    arguments_of = parser(__doc__)
+    arguments_of.add_argument(
+        "--tcp-size",
+        type=int,
+        default=256,
+        metavar="MIB",
+        help="payload of the TCP row in MiB (default: %(default)s)",
+    )
+    options = arguments_of.parse_args(arguments)
+    with prepared(options, tcp_size=options.tcp_size) as settings:
         rounds = [{row.name: measure(row, settings) for row in ROWS} for _ in range(options.rounds)]
-    print(table(rounds))
+    print(aligned([HEADINGS, *(figures(row.name, rounds) for row in ROWS)]))
 
 
 if __name__ == "__main__":
