@@ -170,7 +170,11 @@ class Publishing:
             )
             track = await self._find(stream, message.track, parameters, wanted)
             authority.check()
-            await self._fetch(stream, message, track, authority)
+            track.readers += 1
+            try:
+                await self._fetch(stream, message, track, authority)
+            finally:
+                track.readers -= 1
         finally:
             self._fetches -= 1
             self._fetching.discard(task)

@@ -174,6 +174,8 @@ class Track:
         self.one_subgroup = one_subgroup
         self.largest: Location | None = None
         self.ended: Location | None = None
+        self.readers = 0
+        """Fetches that are being served from it."""
         self._groups: dict[int, _Group] = {}
         self._group_ids: list[int] = []
         self._watchers: list[TrackWatcher] = []

@@ -227,12 +227,13 @@ class Feed:
                 self._linger = None
         elif self._linger is None and not self._relay.closed:
             loop = asyncio.get_running_loop()
-            linger = max(self._relay.linger if self._sources else 0.0, 1.0 if self._holes.open else 0.0)
+            busy = self._holes.open or self.track.readers
+            linger = max(self._relay.linger if self._sources else 0.0, 1.0 if busy else 0.0)
             self._linger = loop.call_later(linger, self._rest)
 
     def _rest(self) -> None:
         self._linger = None
-        if self.track.watched or self._askers or self._holes.open:
+        if self.track.watched or self._askers or self._holes.open or self.track.readers:
             self.settle()
             return
         for session, task in self._sources.items():

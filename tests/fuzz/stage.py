@@ -281,13 +281,10 @@ class Stage:
             if time.monotonic() > end:
                 raise Failure(f"the relay still has {left}")
             await asyncio.sleep(0.05)
-        # What is only cached stays until room is wanted; what was on its way may come a moment later, also of
-        # a Track that was dropped while somebody read it.
-        relay.cache.limit = 0
+        # What is only cached stays until then, and what was on its way may come a moment later.
         while relay.feeds or len(relay.cache) or relay.cache.bytes:
             for feed in list(relay.feeds.values()):
                 feed.track.clear()
-            relay.cache.grow(0)
             await asyncio.sleep(0.05)
             if time.monotonic() > end:
                 raise Failure(f"the relay still has {relay.feeds} and {relay.cache.bytes} bytes in its cache")

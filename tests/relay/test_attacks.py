@@ -244,10 +244,13 @@ async def test_those_who_read_slowly_do_not_keep_a_publisher_from_others() -> No
         _, slow = await net.subscriber(limits=Limits(receive_buffer=size), client=window)
         fetches = [await slow.fetch(track.name, filter=EVERYTHING) for track in tracks[:FETCHES]]
         taken = [0] * FETCHES
+        feeds = [net.relays[0].feeds[track.name] for track in tracks[:FETCHES]]
 
         async def drip(number: int) -> None:
             async for item in fetches[number]:
                 taken[number] += isinstance(item, ReceivedObject)
+                # Else what comes later would lie in the cache, and nobody would find it.
+                assert taken[number] > 10 or net.relays[0].feeds[tracks[number].name] is feeds[number]
                 await asyncio.sleep(20)
 
         dripping = [asyncio.create_task(drip(number)) for number in range(FETCHES)]
