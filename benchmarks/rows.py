@@ -247,12 +247,10 @@ async def _published(settings: Settings) -> Publisher:
 
     publisher = Publisher(_descriptor(settings), ScopeKey(bytes(32)))
     publication = publisher.publish(_tokens(settings))
-    shape = (len(_tokens(settings)), 8, 128)
-    for layer in range(settings.layers):
-        k, v = (
-            np.frombuffer(os.urandom(2 * shape[0] * 8 * 128), publisher.geometry.dtype).reshape(shape)
-            for _ in "kv"
-        )
+    # In one pool, as engines keep it. Of random bits, which no page of memory shares.
+    shape = (settings.layers, 2, len(_tokens(settings)), 8, 128)
+    pool = np.frombuffer(os.urandom(settings.size), publisher.geometry.dtype).reshape(shape)
+    for layer, (k, v) in enumerate(pool):
         await publication.segment.put_layer(layer, k, v)
     return publisher
 

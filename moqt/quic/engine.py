@@ -46,6 +46,7 @@ from moqt.quic.sending import (
     STREAM_FIN,
     STREAM_LENGTH,
     STREAM_OFFSET,
+    UNLOGGED,
     DataPacket,
     Handlers,
     OrderedSender,
@@ -392,6 +393,7 @@ class Engine(QuicConnection):
         flags = 0x41 | self._spin_bit << 5
         overhead = 3 + len(cid) + AEAD_TAG
         largest = self._max_datagram_size
+        deliver = self._on_stream_delivery  # made once: what each packet keeps adds up to megabytes
         while True:
             size = largest
             if builder.max_flight_bytes is not None:
@@ -409,13 +411,13 @@ class Engine(QuicConnection):
                 return
             self._remote_max_data_used += filling.fresh
             self.unsent -= filling.fresh
-            handlers: Handlers = [
-                (self._on_stream_delivery, (stream_id, state, offset, offset + len(data), fin))
-                for stream_id, state, offset, data, fin in filling.frames
-            ]
-            log: list[dict[str, object]] = []
+            handlers: Handlers = [(deliver, frame) for frame in filling.frames]
+            log = UNLOGGED
             if self._quic_logger is not None:
-                for stream_id, _, offset, data, fin in filling.frames:
+                log = []
+                for (stream_id, _, offset, _, fin), data in zip(
+                    filling.frames, filling.pieces[1::2], strict=True
+                ):
                     frame = QuicStreamFrame(data=bytes(data), fin=fin, offset=offset)
                     log.append(self._quic_logger.encode_stream_frame(frame, stream_id=stream_id))
             number = builder._packet_number

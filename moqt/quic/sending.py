@@ -44,6 +44,10 @@ Handlers = list[tuple[Callable[..., None], tuple[object, ...]]]
 """Whom a packet's fate is told to: (handler, arguments after the delivery state)."""
 
 
+UNLOGGED: Final[list[dict[str, object]]] = []
+"""What is logged of a packet where there is no qlog: one list for all packets. Nobody appends to it."""
+
+
 class Sink(Protocol):
     """Where what a stream brings goes."""
 
@@ -200,7 +204,9 @@ class OrderedSender(QuicStreamSender):
 
 
 class Filling:
-    """What goes into one packet: frames as (stream ID, state, offset, data, fin), and their bytes."""
+    """What goes into one packet: frames as (stream ID, state, start, stop, fin), and their bytes: of each
+    its head and its data.
+    """
 
     __slots__ = ("credit", "frames", "fresh", "full", "pieces", "room")
 
@@ -209,7 +215,7 @@ class Filling:
         self.credit = credit
         self.fresh = 0
         self.full = False
-        self.frames: list[tuple[int, StreamState, int, bytes | memoryview, bool]] = []
+        self.frames: list[tuple[int, StreamState, int, int, bool]] = []
         self.pieces: list[bytes | memoryview] = []
 
 
@@ -301,7 +307,7 @@ class SendQueue:
             bytes((kind,)) + state.prefix + position + (len(data) | 0x4000).to_bytes(2, "big"),
             data,
         )
-        filling.frames.append((stream_id, state, offset, data, fin))
+        filling.frames.append((stream_id, state, offset, offset + len(data), fin))
         return True
 
 
