@@ -159,7 +159,7 @@ def figures(name: str, rounds: Sequence[dict[str, Measurement]]) -> Sequence[str
         f"{middle(lambda run: run.sunk.first / run.sunk.whole):.1%}",
         f"{middle(lambda run: run.publisher.cpu / run.sunk.size) * 1e9:.2f}",
         f"{middle(lambda run: run.subscriber.cpu / run.sunk.size) * 1e9:.2f}",
-        f"{max(run.publisher.peak for run in runs) / 1e6:.0f}",
+        f"{max(run.publisher.peak for run in runs) / 1e6:.1f}",
         f"{max(run.subscriber.peak for run in runs) / 1e6:.0f}",
     )
 

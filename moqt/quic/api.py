@@ -138,7 +138,8 @@ class Stream(ABC):
 
     @abstractmethod
     async def read(self) -> bytes:
-        """All that has arrived in order since the last read; at least one byte, b"" from the peer's FIN on.
+        """What has arrived in order and was not read, or the first of it; at least one byte, b"" from the
+        peer's FIN on.
 
         Reading gives flow-control credit back to the peer. One reader at a time; cancelling it loses nothing.
 
