@@ -21,7 +21,6 @@ from moqt.relay.policies import load_policy
 from moqt.relay.pressure import keep_within
 from moqt.relay.relay import Relay
 from moqt.relay.status import Status
-from moqt.relay.store import Store
 from moqt.relay.upstream import Upstream, keep_upstream
 from moqt.server import Server, serve
 from moqt.session import Session
@@ -93,7 +92,11 @@ async def relay(settings: Settings, console: Console) -> int:
     if settings.ca is not None:
         certificates_in(settings.ca)  # Else it would be told when an upstream is dialled, again and again.
     options, limits, stats = settings.options, settings.limits, Stats()
-    store = None if settings.cache_dir is None else Store(settings.cache_dir, settings.cache_dir_bytes)
+    store = None
+    if settings.cache_dir is not None:
+        from moqt.relay.store import Store  # A relay without a directory does without SQLite: 1.4 MB.
+
+        store = Store(settings.cache_dir, settings.cache_dir_bytes)
     made = Relay(cache_bytes=settings.cache_bytes, store=store, linger=settings.linger)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(made.close)

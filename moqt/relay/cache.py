@@ -14,7 +14,7 @@ from moqt.track import Hole, StoredObject
 if TYPE_CHECKING:
     from moqt.relay.cached import CachedTrack
 
-__all__ = ["Cache", "CachedObject", "Writer"]
+__all__ = ["CACHE_DIR_BYTES", "LEAST_BYTES", "Cache", "CachedObject", "Writer"]
 
 SEGMENT = 1 << 16
 """Bytes for which memory is taken at once: no more than that before any of them has come."""
@@ -27,6 +27,12 @@ GROUP_OVERHEAD = 512
 
 TRACK_OVERHEAD = 6500
 """The same for a Track."""
+
+LEAST_BYTES = 16 << 20
+"""The smallest bound that a file of the cache on disk can have."""
+
+CACHE_DIR_BYTES = 10 << 30
+"""The bound that it has by default."""
 
 MAX_BUSY = 64
 """Objects that can't be thrown out and are passed over at a time, to make room."""

@@ -8,6 +8,7 @@ import math
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from moqt.errors import DoneCode, MalformedTrack, ResetCode
 from moqt.fetching import LAST, successor
@@ -17,9 +18,11 @@ from moqt.locations import LocationSet
 from moqt.names import FullTrackName
 from moqt.relay.cache import GROUP_OVERHEAD, OVERHEAD, SEGMENT, TRACK_OVERHEAD, Cache, CachedObject, Writer
 from moqt.relay.followed import MAX_RANGES, FollowedTrack
-from moqt.relay.store import DiskTrack
 from moqt.track import Hole, StoredObject
 from moqt.wire import ObjectHeader, ObjectStatus, Properties, PropertyType, decode_properties, get
+
+if TYPE_CHECKING:
+    from moqt.relay.store import DiskTrack
 
 __all__ = ["CachedTrack"]
 

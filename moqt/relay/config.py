@@ -11,9 +11,8 @@ from moqt.limits import Limits
 from moqt.options import REQUIRED, option
 from moqt.quic.api import QuicOptions
 from moqt.quic.udp import ListenLimits
-from moqt.relay.database import LEAST_BYTES
+from moqt.relay.cache import CACHE_DIR_BYTES, LEAST_BYTES
 from moqt.relay.relay import CACHE_BYTES
-from moqt.relay.store import CACHE_DIR_BYTES
 from moqt.uri import Served
 
 __all__ = ["PREFIX", "Settings"]

@@ -33,6 +33,7 @@ from moqt.filters import MAX_VARINT, Location
 from moqt.locations import LocationSet
 from moqt.names import FullTrackName
 from moqt.quic.api import Buffer
+from moqt.relay.cache import LEAST_BYTES
 from moqt.wire import Properties, decode_properties, encode_properties
 from moqt.wire.vi64 import Reader, encode_namespace, encode_prefixed
 
@@ -53,9 +54,6 @@ APPLICATION: Final = 0x6D6F7174
 """What tells our files from those of others: "moqt"."""
 
 SCHEMA_VERSION: Final = 1
-
-LEAST_BYTES: Final = 16 << 20
-"""The smallest bound that a file can have."""
 
 PAGE: Final = 16 << 10
 """Bytes; of 4, 8, 16, 32 and 64 KiB the one that is fast and wastes little, whatever the size of Objects."""

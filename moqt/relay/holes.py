@@ -19,17 +19,17 @@ from moqt.fetching import LAST, predecessor, successor
 from moqt.filters import FilterType, GroupOrder, Location, LocationFilter
 from moqt.locations import LocationSet
 from moqt.relay.cached import CachedTrack
-from moqt.relay.database import KeptObject
 from moqt.relay.inlets import FetchInlet, gaps
 from moqt.relay.refusals import refusal
-from moqt.relay.store import DiskTrack
 from moqt.session import Session
 from moqt.subscribing import FetchStream
 from moqt.track import Hole, Wanted
 from moqt.wire import ObjectHeader, ObjectStatus, decode_properties
 
 if TYPE_CHECKING:
+    from moqt.relay.database import KeptObject
     from moqt.relay.relay import Relay
+    from moqt.relay.store import DiskTrack
 
 __all__ = ["Holes"]
 

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from moqt.errors import MoqtError, RequestCode, RequestRejected
@@ -18,9 +18,11 @@ from moqt.offers import Offer
 from moqt.relay.cache import Cache
 from moqt.relay.cached import CachedTrack
 from moqt.relay.feed import Feed
-from moqt.relay.store import Store
 from moqt.session import Session
 from moqt.track import Track, Tracks, Wanted
+
+if TYPE_CHECKING:
+    from moqt.relay.store import Store
 
 __all__ = ["Relay"]
 

@@ -27,6 +27,7 @@ from moqt.fetching import predecessor, successor
 from moqt.filters import GroupOrder, Location
 from moqt.locations import LocationSet
 from moqt.names import FullTrackName
+from moqt.relay.cache import CACHE_DIR_BYTES
 from moqt.relay.database import Batch, Database, KeptObject, KeptTrack, Outcome, StoreFailed
 from moqt.track import StoredObject
 from moqt.wire import Properties
@@ -34,11 +35,10 @@ from moqt.wire import Properties
 if TYPE_CHECKING:
     from moqt.relay.cache import CachedObject
 
-__all__ = ["CACHE_DIR_BYTES", "DiskTrack", "Store"]
+__all__ = ["DiskTrack", "Store"]
 
 logger = logging.getLogger(__name__)
 
-CACHE_DIR_BYTES: Final = 10 << 30
 FILE: Final = "objects.sqlite3"
 
 QUEUE: Final = 32 << 20
