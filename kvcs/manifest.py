@@ -73,9 +73,7 @@ class SegmentEntry:
     def to_pieces(self) -> list[bytes]:
         """The JSON of the entry in pieces, of which the large ones are kept for the next version."""
         if self._whole:
-            # Joined when it is asked for again: the last version, often the only whole one, does without.
-            self._whole[:] = [b"".join(self._whole)]
-            return list(self._whole)
+            return self._whole
         members: dict[str, Json] = {
             "segment": self.segment,
             "first_block": self.first_block,
@@ -95,8 +93,8 @@ class SegmentEntry:
             pieces.append(b"]")
         pieces.append((b"}" if self.object_digests else b"") + _further(self.unknown))
         if self.complete:
-            self._whole.extend(pieces)
-        return pieces
+            self._whole.append(b"".join(pieces))
+        return self._whole or pieces
 
 
 @dataclass(frozen=True, slots=True)
