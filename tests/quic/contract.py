@@ -14,6 +14,7 @@ import pytest
 
 from moqt.errors import StreamReset, StreamStopped, UsageError
 from moqt.quic.api import WATERMARK, ConnectionClosed, NoStreamCredit, QuicOptions, Stream
+from moqt.quic.base import READ_SIZE, BaseStream
 from tests.quic.ends import AnyConnection, Ends
 
 SMALL = QuicOptions(max_data=512 * 1024, max_stream_data=64 * 1024)
@@ -212,6 +213,23 @@ class Contract:
                 await reader
         await stream.write(b"second", fin=True)
         assert await read_all(incoming) == b"second"
+
+    async def test_what_has_waited_is_read_in_parts_of_bounded_size(self, ends: Ends) -> None:
+        data = random.Random(4).randbytes(3 * READ_SIZE)
+        stream = ends.client.open(bidirectional=False)
+        writing = asyncio.create_task(stream.write(data, fin=True))
+        incoming = await ends.server.accept()
+        assert isinstance(incoming, BaseStream)
+        while incoming.unread < len(data):
+            await ends.client.ping()
+        await writing
+        parts = []
+        while part := await incoming.read():
+            parts.append(part)
+            assert not (incoming.released and incoming.unread)  # The end comes with the last part.
+        assert b"".join(parts) == data
+        assert len(parts) > 2
+        assert max(map(len, parts)) <= READ_SIZE
 
     # Aborting.
 
