@@ -15,8 +15,8 @@ from kvcs.names import PublicationName, content_prefix, scope_prefix
 from kvcs.progress import insist
 from moqt.errors import DeadlineExceeded, MoqtError, RequestCode, RequestRejected
 from moqt.names import TrackNamespace
+from moqt.namespaces import NamespaceWatch
 from moqt.session import Session
-from moqt.subscribing import NamespaceWatch
 
 __all__ = ["DISCOVERY_WAIT", "Found", "discover", "discover_in_scope"]
 

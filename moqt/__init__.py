@@ -4,12 +4,16 @@
 what it asks for. `publish` offers a Track unasked.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from moqt.client import connect
 from moqt.errors import (
     ConnectionLost,
     DeadlineExceeded,
     DoneCode,
     LocationTaken,
+    MalformedTrack,
     MoqtError,
     ProtocolError,
     RequestCode,
@@ -22,31 +26,30 @@ from moqt.errors import (
     UsageError,
 )
 from moqt.filters import GroupOrder, Location, LocationFilter, RangeFilter, RangeKind
-from moqt.ledger import MalformedTrack
 from moqt.limits import Limits
 from moqt.names import FullTrackName, TrackNamespace
-from moqt.offers import Offer, TracksWatch, publish
+from moqt.namespaces import Announcement, NamespaceEvent, NamespaceWatch
 from moqt.quic.api import QuicOptions
 from moqt.quic.udp import ListenLimits
 from moqt.server import Server, serve
 from moqt.session import Session
 from moqt.stats import Stats
-from moqt.subscribing import (
-    Announcement,
-    FetchStream,
-    Fill,
-    Item,
-    NamespaceEvent,
-    NamespaceWatch,
-    RangeNotice,
-    ReceivedObject,
-    StreamEnd,
-    Subscription,
-    TrackStatusResult,
-)
 from moqt.track import StoredObject, Track, Tracks
 from moqt.uri import MoqtUri, Served
 from moqt.wire import ObjectStatus, RangeStatus, Token
+
+if TYPE_CHECKING:
+    from moqt.offers import Offer, TracksWatch, publish
+    from moqt.subscribing import (
+        FetchStream,
+        Fill,
+        Item,
+        RangeNotice,
+        ReceivedObject,
+        StreamEnd,
+        Subscription,
+        TrackStatusResult,
+    )
 
 __all__ = [
     "Announcement",
@@ -102,3 +105,25 @@ __all__ = [
     "publish",
     "serve",
 ]
+
+_OF_SUBSCRIBERS = (
+    "FetchStream",
+    "Fill",
+    "Item",
+    "RangeNotice",
+    "ReceivedObject",
+    "StreamEnd",
+    "Subscription",
+    "TrackStatusResult",
+)
+_OF_OFFERS = ("Offer", "TracksWatch", "publish")
+
+
+def __getattr__(name: str) -> Any:
+    """What takes Objects in, and PUBLISH, is imported with its first use: a publisher lives beside an engine,
+    and does without.
+    """
+    for module, names in (("moqt.subscribing", _OF_SUBSCRIBERS), ("moqt.offers", _OF_OFFERS)):
+        if name in names:
+            return getattr(import_module(module), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,7 +10,6 @@ from moqt.authorization import Authority
 from moqt.errors import RequestCode, RequestRefused, ResetCode, StreamReset, StreamStopped
 from moqt.limits import Pace
 from moqt.namespaces import take_namespace
-from moqt.offers import serve_tracks, take_offer
 from moqt.publishing import request_error
 from moqt.quic.api import Stream
 from moqt.requests import RequestStream, namespace_of, subject_of
@@ -117,6 +116,10 @@ class Answering:
             case PublishNamespace():
                 await take_namespace(session, channel, request, authority)
             case Publish():
+                from moqt.offers import take_offer
+
                 await take_offer(session, channel, request, authority)
             case SubscribeTracks():
+                from moqt.offers import serve_tracks
+
                 await serve_tracks(session, channel, request, authority)

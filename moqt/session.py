@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moqt.answering import Answering
 from moqt.asking import OwnRequest, ask, in_time, session_error
@@ -27,18 +27,16 @@ from moqt.errors import (
     UsageError,
 )
 from moqt.filters import FilterType, GroupOrder, LocationFilter, RangeFilter
+from moqt.incoming import Incoming
 from moqt.limits import Limits
 from moqt.names import FullTrackName, TrackNamespace, check_namespace, printable
 from moqt.namespaces import Announcement, NamespaceWatch, announce
-from moqt.offers import TracksWatch
 from moqt.partial import Partial
 from moqt.publishing import Publishing
 from moqt.quic.api import Connection, ConnectionClosed, Stream
-from moqt.reception import Sink
 from moqt.requests import RequestIds, RequestStream
 from moqt.scheduler import Scheduler
 from moqt.stats import Stats
-from moqt.subscribing import FetchStream, Fill, Subscribing, Subscription, TrackStatusResult
 from moqt.track import Tracks
 from moqt.uri import MoqtUri, Served
 from moqt.wire import (
@@ -64,6 +62,11 @@ from moqt.wire import (
     encode,
     stream_kind,
 )
+
+if TYPE_CHECKING:
+    from moqt.offers import TracksWatch
+    from moqt.reception import Sink
+    from moqt.subscribing import FetchStream, Fill, Subscription, TrackStatusResult
 
 __all__ = ["IMPLEMENTATION", "Session"]
 
@@ -116,7 +119,7 @@ class Session:
         self.scheduler = Scheduler(connection)
         self.partial = Partial(self.limits.max_partial)
         self.publishing = Publishing(self)
-        self.subscribing = Subscribing(self)
+        self.incoming = Incoming(self)
         self.tokens = tuple(tokens)
         self.gate = Gate(policy or AllowAll(), connection, self.limits.max_auth_token_cache_size)
         self.answering = Answering(self)
@@ -270,8 +273,10 @@ class Session:
         MalformedTrack, UsageError for filters that the peer has not allowed, and for a second subscription to
         a Track whose publisher gives both the same alias.
         """
+        from moqt.subscribing import Subscription
+
         location_filter = filter or LocationFilter.next_object()
-        self.subscribing.check_ranges(range_filters + (fill.range_filters if fill else ()))
+        self.incoming.check_ranges(range_filters + (fill.range_filters if fill else ()))
         parameters = Parameters(
             tokens=self.tokens,
             forward=None if forward else False,
@@ -295,7 +300,7 @@ class Session:
             made = Subscription(self, stream, track, location_filter, filtered=filtered, forward=forward)
             made.sink = sink
             if fill is not None:
-                self.subscribing.expect(request_id, made, fill.order, wait=True)
+                self.incoming.expect(request_id, made, fill.order, wait=True)
             return made
 
         subscription, reply = await ask(self, build, make, deadline)
@@ -320,9 +325,11 @@ class Session:
         deadline: float | None = None,
     ) -> FetchStream:
         """Fetch the Objects of an absolute range. Raises as `subscribe` does."""
+        from moqt.subscribing import FetchStream
+
         if filter.type in (FilterType.RELATIVE_START, FilterType.NEXT_OBJECT):  # moqt 25 #6
             raise UsageError("a fetch needs an absolute range: the responder's Largest Object may be old")
-        self.subscribing.check_ranges(range_filters)
+        self.incoming.check_ranges(range_filters)
         parameters = Parameters(
             tokens=self.tokens,
             subscriber_priority=None if priority == 128 else priority,
@@ -335,7 +342,7 @@ class Session:
             fetch = FetchStream(self, stream, track, filter)
             fetch.sink = sink
             assert stream.request is not None
-            self.subscribing.expect(stream.request.request_id, fetch, order, wait=False)
+            self.incoming.expect(stream.request.request_id, fetch, order, wait=False)
             return fetch
 
         fetch, reply = await ask(self, lambda number: Fetch(number, track, parameters), make, deadline)
@@ -389,8 +396,10 @@ class Session:
         """Have the peer publish all its Tracks under `prefix`, now and later; they come to `Tracks.published`
         of our `tracks`. Raises as `subscribe` does.
         """
+        from moqt.offers import TracksWatch
+
         check_namespace(prefix)
-        self.subscribing.check_ranges(range_filters)
+        self.incoming.check_ranges(range_filters)
         parameters = Parameters(
             tokens=self.tokens, forward=None if forward else False, range_filters=range_filters
         )
@@ -405,6 +414,8 @@ class Session:
 
     async def track_status(self, track: FullTrackName, *, deadline: float | None = None) -> TrackStatusResult:
         """Ask for the Largest Object and the properties of `track`. Raises as `subscribe` does."""
+        from moqt.subscribing import TrackStatusResult
+
         made, reply = await ask(
             self,
             lambda number: TrackStatus(number, track, Parameters(tokens=self.tokens)),
@@ -449,7 +460,7 @@ class Session:
     def forget(self, made: OwnRequest) -> None:
         """A request of ours is over."""
         self._requests.discard(made)
-        self.subscribing.forget(made)
+        self.incoming.forget(made)
 
     # Inside.
 
@@ -483,7 +494,7 @@ class Session:
         try:
             await made.follow()
         except ConnectionClosed as closed:
-            await self.subscribing.settled()
+            await self.incoming.settled()
             made.lost(session_error(closed))
 
     async def _guard(self, coroutine: Coroutine[Any, Any, None], what: str) -> None:
@@ -505,7 +516,7 @@ class Session:
         # What had come before the end is still read.
         await asyncio.wait((accepting,))
         self._end()
-        await self.subscribing.settled()
+        await self.incoming.settled()
         if self._followers:
             await asyncio.wait(self._followers)
         for made in list(self._requests):
@@ -514,7 +525,7 @@ class Session:
     def _end(self) -> None:
         """The connection has ended, and all its streams are accepted."""
         self.stats.end(self)
-        self.subscribing.end()
+        self.incoming.end()
         for task in self._tasks - self._readers:
             task.cancel()
         self.ready.set()
@@ -526,7 +537,7 @@ class Session:
             if stream.bidirectional:
                 self.spawn(self.answering.serve(stream), "request")
             else:
-                self.subscribing.arrived(self.spawn(self._read_uni(stream), "stream", reads=True))
+                self.incoming.arrived(self.spawn(self._read_uni(stream), "stream", reads=True))
 
     async def _read_uni(self, stream: Stream) -> None:
         data = b""
@@ -539,13 +550,13 @@ class Session:
                     return
                 data += more
         except StreamReset as reset:
-            self.subscribing.nameless(reset.code)
+            self.incoming.nameless(reset.code)
             return
         if kind is StreamKind.CONTROL:
-            self.subscribing.identified()
+            self.incoming.identified()
             await self._read_control(stream, data)
         else:
-            await self.subscribing.on_stream(stream, data)
+            await self.incoming.on_stream(stream, data)
 
     async def _read_control(self, stream: Stream, data: bytes) -> None:
         if self._peer_control:
@@ -591,7 +602,7 @@ class Session:
         try:
             datagram = decode_datagram(data)
             if isinstance(datagram, ObjectDatagram):
-                self.subscribing.on_datagram(datagram)
+                self.incoming.on_datagram(datagram)
         except ProtocolError as error:
             self.abort(error.code, error.reason)
 

@@ -275,14 +275,14 @@ async def finish(ends: Ends, subscription: Subscription, code: DoneCode = DoneCo
 
 def tables_of(session: Session) -> dict[str, int]:
     """How many entries the tables of a session have that must be empty when all is over."""
-    subscribing, publishing = session.subscribing, session.publishing
+    incoming, publishing = session.incoming, session.publishing
     return {
         "requests": len(session._requests),
         "serving": session.serving,
-        "aliases": len(subscribing._by_alias),
-        "expected": len(subscribing._by_request),
-        "parked": len(subscribing._parked),
-        "unidentified": len(subscribing._unidentified),
+        "aliases": len(incoming._by_alias),
+        "expected": len(incoming._by_request),
+        "parked": len(incoming._parked),
+        "unidentified": len(incoming._unidentified),
         "subscriptions": len(publishing._subscriptions),
         "fetches": publishing._fetches,
         "prefixes": len(publishing.prefixes),

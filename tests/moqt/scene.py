@@ -174,7 +174,7 @@ def leftovers(session: Session) -> dict[str, int]:
     in a ring, does not count.
     """
     found = {}
-    for owner in (session, session.answering, session.publishing, session.subscribing, session.scheduler):
+    for owner in (session, session.answering, session.publishing, session.incoming, session.scheduler):
         for name, value in vars(owner).items():
             if isinstance(value, Sized) and "retired" not in name and not isinstance(value, (str, bytes)):
                 found[f"{type(owner).__name__}.{name}"] = len(value)

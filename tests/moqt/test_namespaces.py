@@ -10,9 +10,8 @@ from moqt.errors import RequestCode, RequestRejected, ResetCode, SessionClosed, 
 from moqt.filters import Location
 from moqt.limits import Limits
 from moqt.names import FullTrackName, TrackNamespace
-from moqt.namespaces import announce
+from moqt.namespaces import NamespaceEvent, NamespaceWatch, announce
 from moqt.quic.api import QuicOptions
-from moqt.subscribing import NamespaceEvent, NamespaceWatch
 from moqt.track import Tracks
 from moqt.wire import (
     Message,

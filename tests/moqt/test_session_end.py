@@ -18,9 +18,10 @@ from moqt.errors import (
 )
 from moqt.filters import Location, LocationFilter
 from moqt.limits import Limits
+from moqt.namespaces import NamespaceWatch
 from moqt.quic.memory import pair
 from moqt.session import Session
-from moqt.subscribing import FetchStream, Item, NamespaceWatch, Subscription
+from moqt.subscribing import FetchStream, Item, Subscription
 from moqt.track import Track, Tracks
 from moqt.wire import (
     FetchEncoder,

@@ -498,7 +498,7 @@ async def test_streams_that_come_before_their_subscribe_ok() -> None:
         await talk.say(PublishDone(DoneCode.TRACK_ENDED, 5), fin=True)
         items = await collect(subscription)
         assert {item.location.group for item in objects_of(items)} == set(range(5))
-        assert session.subscribing._parked == {}
+        assert session.incoming._parked == {}
         assert len(opened) == 8
 
 
@@ -509,7 +509,7 @@ async def test_parked_streams_do_not_wait_for_ever() -> None:
         assert stream.stopped is None
         await asyncio.sleep(0.2)
         assert stream.stopped is not None
-        assert session.subscribing._parked == {}
+        assert session.incoming._parked == {}
         await peer.alive()
 
 
