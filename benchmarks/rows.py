@@ -1,4 +1,4 @@
-"""The rows of throughput.py and relay.py: what child processes run, `python rows.py NAME SETTINGS [PORT]`.
+"""The rows of throughput.py and relay.py: what child processes run, `python -m rows NAME SETTINGS [PORT]`.
 
 A child talks to the benchmark in lines of JSON over its standard streams. It imports little besides what its
 row needs, so that its peak memory is that of the row.
@@ -319,7 +319,7 @@ ROWS: Final = (TCP, AIOQUIC, KVCS)
 
 
 def main() -> None:
-    """`rows.py NAME SETTINGS [PORT]`: the publisher of a row, or with a port its subscriber."""
+    """`rows NAME SETTINGS [PORT]`: the publisher of a row, or with a port its subscriber."""
     row = next(row for row in (*ROWS, RELAYED) if row.name == sys.argv[1])
     control = Control(Settings(**json.loads(sys.argv[2])))
 
