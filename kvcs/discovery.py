@@ -27,10 +27,14 @@ DISCOVERY_WAIT: Final = 0.5
 14 #4).
 """
 
-HEAD_START: Final = 0.01
-"""Seconds by which the longest prefix is asked for before all others: where it is published and near, they
-need not be asked for, and layer 0 comes sooner.
+HEAD_START: Final = 0.1
+"""Seconds by which the longest prefix is asked for before all others, unless the peer has accepted it before:
+where it is published, they need not be asked for. Layer 0 then comes sooner, and a relay that many consumers
+ask at once has a fraction of the requests.
 """
+
+ANSWER_WAIT: Final = 0.005
+"""Seconds for the longest prefix's first NAMESPACE, once it is accepted, before the others are asked for."""
 
 MORE_WAIT: Final = 0.0005
 """Seconds for further publications of the longest prefix, after the first."""
@@ -121,7 +125,9 @@ class _Search:
         return self
 
     async def _ask_others(self) -> None:
-        await asyncio.sleep(HEAD_START)
+        first = self.questions[0]
+        await self._until(lambda: first.accepted or first.given_up, HEAD_START)
+        await asyncio.sleep(ANSWER_WAIT)
         self._tasks += [asyncio.create_task(question.ask()) for question in self.questions[1:]]
 
     async def __aexit__(self, *_: object) -> None:

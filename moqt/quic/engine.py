@@ -14,7 +14,7 @@ What differs from the `QuicConnection` that we derive from:
 from __future__ import annotations
 
 import logging
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from aioquic import tls
 from aioquic._buffer import Buffer as QuicBuffer
@@ -48,12 +48,14 @@ from moqt.quic.sending import (
     STREAM_OFFSET,
     UNLOGGED,
     DataPacket,
-    Handlers,
     OrderedSender,
     Pacer,
     SendQueue,
     StreamState,
 )
+
+if TYPE_CHECKING:
+    from aioquic.quic.packet_builder import QuicSentPacket
 
 __all__ = ["Engine", "StreamState"]
 
@@ -253,6 +255,10 @@ class Engine(QuicConnection):
         if self._state is not QuicConnectionState.TERMINATED and self._close_event is not None:
             self._close_end()
 
+    def _confirm_handshake(self) -> None:
+        super()._confirm_handshake()
+        self._crypto_buffers.clear()  # 48 KiB for each connection, of which nothing is used any more.
+
     # Windows and credit.
 
     def _know(self, stream_id: int, stream: QuicStream) -> StreamState:
@@ -411,7 +417,6 @@ class Engine(QuicConnection):
                 return
             self._remote_max_data_used += filling.fresh
             self.unsent -= filling.fresh
-            handlers: Handlers = [(deliver, frame) for frame in filling.frames]
             log = UNLOGGED
             if self._quic_logger is not None:
                 log = []
@@ -428,7 +433,8 @@ class Engine(QuicConnection):
             header = bytes((flags | crypto.key_phase << 2,)) + cid + (number & 0xFFFF).to_bytes(2, "big")
             datagram = crypto.encrypt_packet(header, payload, number)
             builder._packet_number = number + 1
-            builder._packets.append(DataPacket(number, len(datagram), handlers, log))
+            packet = DataPacket(number, len(datagram), filling.frames, deliver, log)
+            builder._packets.append(cast("QuicSentPacket", packet))
             builder._datagrams.append(datagram)
             builder._flight_bytes += len(datagram)
             builder._total_bytes += len(datagram)
