@@ -8,7 +8,6 @@ and `ended` of the connection.
 from __future__ import annotations
 
 import asyncio
-import itertools
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -34,8 +33,8 @@ WRITE_AHEAD = 16 * 1024
 """Bytes of its own that a `write` may always have unsent, however much data waits ahead."""
 
 READ_SIZE = 96 * 1024
-"""Bytes that one `read` joins at most: one batch of datagrams. Blocks of megabytes that come and go make
-glibc keep memory (its threshold for mmap follows them), 10 MB in a relay with 32 subscribers.
+"""Bytes that are joined at most for one `read`: one batch of datagrams. Blocks of megabytes that come and go
+make glibc keep memory (its threshold for mmap follows them), 10 MB in a relay with 32 subscribers.
 """
 
 REASON_LIMIT = 900
@@ -82,7 +81,11 @@ class BaseStream(Stream):
         self._readable = readable
         self._writable = writable
         # Receiving. `released`: nothing of the receiving half is left for the application to take.
+        self._blocks: list[bytes] = []
+        """What waits longer is joined: many small pieces leave the heap full of holes when they are read."""
         self._chunks: list[bytes] = []
+        """What has come behind `_blocks`: `_loose` bytes, READ_SIZE at most where it is in several pieces."""
+        self._loose = 0
         self._at_fin = False
         self._reset_code: int | None = None
         self.reading_stopped = False
@@ -96,7 +99,7 @@ class BaseStream(Stream):
     @property
     def unread(self) -> int:
         """Bytes that have arrived in order and were not read."""
-        return sum(map(len, self._chunks))
+        return sum(map(len, self._blocks)) + self._loose
 
     async def read(self) -> bytes:
         if not self._readable:
@@ -110,7 +113,7 @@ class BaseStream(Stream):
                 raise UsageError(f"reading of stream {self.id} was stopped")
             if self._reset_code is not None:
                 raise StreamReset(self._reset_code)
-            if self._chunks:
+            if self._loose:
                 data = self._next()
                 self._take(len(data))
                 return data
@@ -169,7 +172,7 @@ class BaseStream(Stream):
             return
         self.reading_stopped = True
         size = self.unread
-        self._chunks.clear()
+        self._forget()
         if not self._at_fin:
             self._connection.transport_stop(self, code)
         self._arrival.wake()
@@ -185,8 +188,11 @@ class BaseStream(Stream):
             self._take(len(data))
             return
         if data:
+            if self._chunks and self._loose + len(data) > READ_SIZE:
+                self._blocks.append(self._join())
             self._chunks.append(data)
-        elif not self._chunks:
+            self._loose += len(data)
+        elif not self._loose:
             self._take(0)
         self._arrival.wake()
 
@@ -194,7 +200,7 @@ class BaseStream(Stream):
         """The peer aborted its sending side. The transport counts what it had sent as read."""
         if self._reset_code is None and not self._at_fin:
             self._reset_code = code
-            self._chunks.clear()
+            self._forget()
             self._release()
             self._arrival.wake()
 
@@ -226,22 +232,26 @@ class BaseStream(Stream):
             raise UsageError(f"stream {self.id} was finished or reset by us: it can't be written")
 
     def _next(self) -> bytes:
-        """The first of the bytes that have arrived, READ_SIZE at most where they came in several pieces."""
-        size, count = len(self._chunks[0]), 1
-        for chunk in itertools.islice(self._chunks, 1, None):
-            if size + len(chunk) > READ_SIZE:
-                break
-            size += len(chunk)
-            count += 1
-        data = self._chunks[0] if count == 1 else b"".join(self._chunks[:count])
-        del self._chunks[:count]
+        """The first of the bytes that have arrived."""
+        return self._blocks.pop(0) if self._blocks else self._join()
+
+    def _join(self) -> bytes:
+        data = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
+        self._chunks.clear()
+        self._loose = 0
         return data
+
+    def _forget(self) -> None:
+        """Drop what has arrived."""
+        self._blocks.clear()
+        self._chunks.clear()
+        self._loose = 0
 
     def _take(self, size: int) -> None:
         """`size` bytes left for the application, or were dropped."""
         if size:
             self._connection.transport_consumed(self, size)
-        if (self._at_fin and not self._chunks) or self.reading_stopped:
+        if (self._at_fin and not self._loose) or self.reading_stopped:
             self._release()
 
     def _release(self) -> None:
