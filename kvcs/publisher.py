@@ -21,7 +21,8 @@ from kvcs.payload import Data, data_digest, seal, token_start
 from moqt.errors import DoneCode
 from moqt.filters import Location
 from moqt.names import FullTrackName
-from moqt.track import Track, Tracks
+from moqt.track import Track
+from moqt.tracks import Tracks
 from moqt.wire import PropertyType
 
 __all__ = ["MANIFEST_INTERVAL", "Publication", "Publisher", "Segment"]

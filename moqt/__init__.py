@@ -34,7 +34,8 @@ from moqt.quic.udp import ListenLimits
 from moqt.server import Server, serve
 from moqt.session import Session
 from moqt.stats import Stats
-from moqt.track import StoredObject, Track, Tracks
+from moqt.track import StoredObject, Track
+from moqt.tracks import Tracks
 from moqt.uri import MoqtUri, Served
 from moqt.wire import ObjectStatus, RangeStatus, Token
 

@@ -14,7 +14,7 @@ from moqt.quic.api import QuicOptions
 from moqt.quic.udp import dial
 from moqt.session import Session
 from moqt.stats import Stats
-from moqt.track import Tracks
+from moqt.tracks import Tracks
 from moqt.uri import MoqtUri
 from moqt.wire import DRAFT_22, Token
 

@@ -15,7 +15,7 @@ from moqt.quic.api import Connection, QuicOptions
 from moqt.quic.udp import Listener, ListenLimits, listen
 from moqt.session import Session
 from moqt.stats import Stats
-from moqt.track import Tracks
+from moqt.tracks import Tracks
 from moqt.uri import Served
 from moqt.wire import DRAFT_22
 

@@ -15,15 +15,12 @@ from moqt.asking import OwnRequest, ask, in_time, session_error
 from moqt.auth import Gate
 from moqt.authorization import AllowAll, Policy
 from moqt.errors import (
-    ConnectionLost,
     DeadlineExceeded,
     DoneCode,
     MoqtError,
     ProtocolError,
-    SessionClosed,
     SessionCode,
     StreamReset,
-    StreamStopped,
     UsageError,
 )
 from moqt.filters import FilterType, GroupOrder, LocationFilter, RangeFilter
@@ -37,7 +34,8 @@ from moqt.quic.api import Connection, ConnectionClosed, Stream
 from moqt.requests import RequestIds, RequestStream
 from moqt.scheduler import Scheduler
 from moqt.stats import Stats
-from moqt.track import Tracks
+from moqt.tasks import Tasks
+from moqt.tracks import Tracks
 from moqt.uri import MoqtUri, Served
 from moqt.wire import (
     Fetch,
@@ -127,8 +125,7 @@ class Session:
         """Set when the peer's SETUP is accepted, and at the end."""
         self._closed = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._readers: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks(connection.id, self.abort)
         self._followers: set[asyncio.Task[None]] = set()
         self._requests: set[OwnRequest] = set()
         self._control: Stream | None = None
@@ -171,9 +168,7 @@ class Session:
         if self._watcher is None:
             self._end()
         await self._closed.wait()
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
+        tasks = self._tasks.cancel()
         if self._watcher is not None:
             tasks.append(self._watcher)
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -444,14 +439,7 @@ class Session:
         """Run `coroutine` until the session ends, or, if it `reads` what the peer sends, until all that had
         come is read. What goes wrong in it ends the session if it has to.
         """
-        task = asyncio.create_task(self._guard(coroutine, what), name=f"{self.connection.id} {what}")
-        # One that is cancelled before its first step never came to awaiting `coroutine`.
-        task.add_done_callback(lambda _: coroutine.close())
-        tasks = (self._tasks, self._readers) if reads else (self._tasks,)
-        for known in tasks:
-            known.add(task)
-            task.add_done_callback(known.discard)
-        return task
+        return self._tasks.spawn(coroutine, what, reads=reads)
 
     def keep(self, made: OwnRequest) -> None:
         """A request of ours has been made."""
@@ -497,19 +485,6 @@ class Session:
             await self.incoming.settled()
             made.lost(session_error(closed))
 
-    async def _guard(self, coroutine: Coroutine[Any, Any, None], what: str) -> None:
-        try:
-            await coroutine
-        except (ConnectionClosed, SessionClosed, ConnectionLost):
-            pass  # `_watch` tells everyone.
-        except (StreamReset, StreamStopped) as error:
-            logger.debug("%s: %s: %s", self.connection.id, what, error)
-        except ProtocolError as error:
-            self.abort(error.code, error.reason)
-        except Exception:
-            logger.exception("%s: %s failed", self.connection.id, what)
-            self.abort(SessionCode.INTERNAL_ERROR, "internal error")
-
     async def _watch(self, accepting: asyncio.Task[None]) -> None:
         closed = await self.connection.wait_closed()
         self.scheduler.stop(closed)
@@ -526,8 +501,7 @@ class Session:
         """The connection has ended, and all its streams are accepted."""
         self.stats.end(self)
         self.incoming.end()
-        for task in self._tasks - self._readers:
-            task.cancel()
+        self._tasks.cancel(readers=False)
         self.ready.set()
         self._closed.set()
 

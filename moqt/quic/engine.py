@@ -14,7 +14,7 @@ What differs from the `QuicConnection` that we derive from:
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Final, Protocol, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from aioquic import tls
 from aioquic._buffer import Buffer as QuicBuffer
@@ -40,7 +40,7 @@ from aioquic.quic.stream import FinalSizeError, QuicStream, StreamFinishedError
 
 from moqt.quic.api import Buffer, QuicOptions
 from moqt.quic.base import worth_telling
-from moqt.quic.receiving import Fragments, read_varint, unprotect
+from moqt.quic.receiving import Fragments, peek_varint, read_varint, unprotect
 from moqt.quic.sending import (
     STREAM,
     STREAM_FIN,
@@ -49,6 +49,7 @@ from moqt.quic.sending import (
     UNLOGGED,
     DataPacket,
     OrderedSender,
+    Owner,
     Pacer,
     SendQueue,
     StreamState,
@@ -71,16 +72,6 @@ MAX_FRAGMENTS: Final = 1024
 
 # aioquic tells of TLS failures by a warning on stderr; they reach our callers as exceptions.
 logging.getLogger("quic").addHandler(logging.NullHandler())
-
-
-class Owner(Protocol):
-    """Who is told of streams that come and go."""
-
-    def stream_opened(self, stream_id: int, state: StreamState) -> None:
-        """The peer has opened a stream: give `state` a sink."""
-
-    def stream_done(self, stream_id: int) -> None:
-        """A stream is over in both directions; what was received may be unread."""
 
 
 class Engine(QuicConnection):
@@ -321,9 +312,7 @@ class Engine(QuicConnection):
     def _handle_max_stream_data_frame(
         self, context: QuicReceiveContext, frame_type: int, buf: QuicBuffer
     ) -> None:
-        start = buf.tell()
-        stream_id = buf.pull_uint_var()
-        buf.seek(start)
+        stream_id = peek_varint(buf)
         super()._handle_max_stream_data_frame(context, frame_type, buf)
         state = self._states.get(stream_id)
         if state is not None and state.throttled:
@@ -353,9 +342,7 @@ class Engine(QuicConnection):
     def _handle_stop_sending_frame(
         self, context: QuicReceiveContext, frame_type: int, buf: QuicBuffer
     ) -> None:
-        start = buf.tell()
-        stream_id = buf.pull_uint_var()
-        buf.seek(start)
+        stream_id = peek_varint(buf)
         state = self._states.get(stream_id)
         unsent = state.unsent if state is not None else 0
         super()._handle_stop_sending_frame(context, frame_type, buf)  # resets our side with the peer's code

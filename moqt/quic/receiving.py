@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
+from aioquic._buffer import Buffer
 from aioquic.quic.crypto import CryptoContext
 from aioquic.quic.packet import decode_packet_number
 from aioquic.quic.rangeset import RangeSet
 
-__all__ = ["Fragments", "read_varint", "unprotect"]
+__all__ = ["Fragments", "peek_varint", "read_varint", "unprotect"]
 
 
 class Fragments(RangeSet):
@@ -60,3 +61,11 @@ def read_varint(data: bytes, at: int) -> tuple[int, int]:
     if end > len(data):
         raise IndexError
     return int.from_bytes(data[at:end], "big") & (1 << (8 * (end - at) - 2)) - 1, end
+
+
+def peek_varint(buf: Buffer) -> int:
+    """The QUIC varint that comes next, which is left there."""
+    at = buf.tell()
+    value = buf.pull_uint_var()
+    buf.seek(at)
+    return value

@@ -21,7 +21,7 @@ from aioquic.quic.stream import QuicStream, QuicStreamSender
 
 from moqt.quic.api import Buffer
 
-__all__ = ["DataPacket", "OrderedSender", "Pacer", "SendQueue", "Sink", "StreamState"]
+__all__ = ["DataPacket", "OrderedSender", "Owner", "Pacer", "SendQueue", "Sink", "StreamState"]
 
 STREAM: Final = 0x08
 STREAM_FIN: Final = 0x01
@@ -49,6 +49,16 @@ class Sink(Protocol):
 
     def received(self, data: bytes, fin: bool) -> None: ...
     def received_reset(self, code: int) -> None: ...
+
+
+class Owner(Protocol):
+    """Who is told of streams that come and go."""
+
+    def stream_opened(self, stream_id: int, state: StreamState) -> None:
+        """The peer has opened a stream: give `state` a sink."""
+
+    def stream_done(self, stream_id: int) -> None:
+        """A stream is over in both directions; what was received may be unread."""
 
 
 class StreamState:

@@ -3,7 +3,7 @@ run.
 
 `loop.time()` starts at 0.0 and moves only when nothing is ready to run: then it jumps to the next timer. When
 there is no next timer either, everything waits for ever, and `EverythingWaits` says who waits where. Sockets
-don't know of this time: use the loop with `moqt.quic.memory` and the like.
+don't know of this time: use the loop with `moqt.quic.link` and the like.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ from moqt.relay.cache import Cache
 from moqt.relay.cached import CachedTrack
 from moqt.relay.feed import Feed
 from moqt.session import Session
-from moqt.track import Track, Tracks, Wanted
+from moqt.track import Track, Wanted
+from moqt.tracks import Tracks
 
 if TYPE_CHECKING:
     from moqt.relay.store import Store

@@ -29,7 +29,8 @@ from kvcs.subscriber import Subscriber
 from moqt.errors import DoneCode, RequestCode, RequestRejected
 from moqt.filters import GroupOrder, Location, LocationFilter, RangeFilter, RangeKind
 from moqt.names import FullTrackName, TrackNamespace
-from moqt.track import Track, Tracks
+from moqt.track import Track
+from moqt.tracks import Tracks
 from moqt.wire import ObjectStatus
 
 PYTHON = os.environ.get("MOQT_INTEROP_PYTHON")

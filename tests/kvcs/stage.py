@@ -25,9 +25,11 @@ from moqt.filters import Location
 from moqt.limits import Limits
 from moqt.names import FullTrackName
 from moqt.quic.api import QuicOptions
-from moqt.quic.memory import Link, MemoryConnection, pair
+from moqt.quic.link import Link, pair
+from moqt.quic.memory import MemoryConnection
 from moqt.session import Session
-from moqt.track import StoredObject, Track, Tracks
+from moqt.track import StoredObject, Track
+from moqt.tracks import Tracks
 from moqt.wire import (
     DataStreamDecoder,
     Event,

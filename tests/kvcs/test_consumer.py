@@ -12,8 +12,7 @@ from kvcs.assembly import Layer, SegmentAssembly
 from kvcs.subscriber import CacheIncomplete
 from moqt.errors import SessionClosed
 from moqt.limits import Limits
-from moqt.quic.memory import run_virtual
-from moqt.quic.virtual import VirtualLoop
+from moqt.quic.virtual import VirtualLoop, run_virtual
 from moqt.track import TrackWatcher
 from tests.kvcs.stage import (
     CACHE,

@@ -18,8 +18,9 @@ from kvcs.names import DataTrack
 from kvcs.retrieval import SILENCE
 from kvcs.subscriber import CacheIncomplete, NothingFound, Reception
 from moqt.errors import MoqtError
-from moqt.quic.memory import Link, run_virtual
-from moqt.track import Tracks
+from moqt.quic.link import Link
+from moqt.quic.virtual import run_virtual
+from moqt.tracks import Tracks
 from tests.kvcs.stage import (
     TOKENS,
     Piece,

@@ -16,7 +16,7 @@ from moqt.errors import ConnectionLost, DoneCode, RequestCode, RequestRefused, R
 from moqt.limits import Limits
 from moqt.names import FullTrackName
 from moqt.publishing import Publishing
-from moqt.quic.memory import run_virtual
+from moqt.quic.virtual import run_virtual
 from moqt.track import Track
 from moqt.wire import SubscribeNamespace
 from tests.kvcs.stage import (

@@ -14,7 +14,7 @@ from kvcs.identity import layer_digest
 from kvcs.payload import HEADER_SIZE, data_digest
 from kvcs.publisher import Publisher
 from kvcs.subscriber import NothingFound
-from moqt.track import Tracks
+from moqt.tracks import Tracks
 from moqt.wire import (
     Fetch,
     Subscribe,

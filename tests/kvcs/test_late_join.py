@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvcs.assembly import Layer
 from kvcs.publisher import Segment
 from moqt.filters import GroupOrder, Location, LocationFilter
-from moqt.quic.memory import run_virtual
+from moqt.quic.virtual import run_virtual
 from moqt.wire import Subscribe
 from tests.kvcs.stage import (
     CACHE,

@@ -11,7 +11,7 @@ import pytest
 from kvcs.assembly import Layer
 from kvcs.retrieval import SETTLE, SILENCE
 from kvcs.subscriber import CacheIncomplete
-from moqt.quic.memory import Link
+from moqt.quic.link import Link
 from tests.kvcs.stage import (
     TOKENS,
     Piece,

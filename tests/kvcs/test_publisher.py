@@ -23,7 +23,8 @@ from moqt.limits import Limits
 from moqt.names import FullTrackName
 from moqt.quic.api import QuicOptions
 from moqt.subscribing import FetchStream, Fill, ReceivedObject
-from moqt.track import Track, Tracks
+from moqt.track import Track
+from moqt.tracks import Tracks
 from moqt.wire import (
     AliasType,
     FetchHeader,

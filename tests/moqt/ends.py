@@ -15,10 +15,12 @@ from moqt.filters import Location, LocationFilter
 from moqt.limits import Limits
 from moqt.names import FullTrackName
 from moqt.quic.api import ConnectionClosed, Stream
-from moqt.quic.memory import Link, MemoryConnection, pair
+from moqt.quic.link import Link, pair
+from moqt.quic.memory import MemoryConnection
 from moqt.session import Session
 from moqt.subscribing import FetchStream, Fill, Item, ReceivedObject, StreamEnd, Subscription
-from moqt.track import Track, Tracks
+from moqt.track import Track
+from moqt.tracks import Tracks
 from moqt.wire import (
     Message,
     MessageDecoder,

@@ -1,4 +1,4 @@
-"""A hostile peer: the raw end of a `moqt.quic.memory.pair`, with no Session on it, that says what a test
+"""A hostile peer: the raw end of a `moqt.quic.link.pair`, with no Session on it, that says what a test
 tells it to say, byte by byte, to a real Session on the other end.
 """
 
@@ -15,9 +15,10 @@ from moqt.filters import Location, LocationFilter
 from moqt.limits import Limits
 from moqt.names import FullTrackName
 from moqt.quic.api import Connection, Stream
-from moqt.quic.memory import pair
+from moqt.quic.link import pair
 from moqt.session import Session
-from moqt.track import Track, Tracks
+from moqt.track import Track
+from moqt.tracks import Tracks
 from moqt.wire import (
     Message,
     MessageDecoder,

@@ -17,7 +17,7 @@ from moqt.errors import (
 from moqt.filters import GroupOrder, Location, LocationFilter
 from moqt.limits import Limits
 from moqt.names import FullTrackName
-from moqt.quic.memory import pair
+from moqt.quic.link import pair
 from moqt.session import Session
 from moqt.subscribing import FetchStream, Subscription
 from moqt.wire import (

@@ -15,7 +15,8 @@ from moqt.errors import (
 from moqt.filters import LocationFilter
 from moqt.names import FullTrackName, TrackNamespace
 from moqt.quic.api import QuicOptions, Stream
-from moqt.track import Track, Tracks, Wanted
+from moqt.track import Track, Wanted
+from moqt.tracks import Tracks
 from moqt.wire import (
     AliasType,
     Fetch,

@@ -25,7 +25,8 @@ from moqt import (
     Tracks,
 )
 from moqt.errors import DoneCode
-from moqt.quic.memory import Link, MemoryConnection, pair
+from moqt.quic.link import Link, pair
+from moqt.quic.memory import MemoryConnection
 from moqt.subscribing import FetchStream
 from moqt.wire import DataStreamDecoder, FetchHeader, ObjectHeader, PayloadChunk, SubgroupHeader
 

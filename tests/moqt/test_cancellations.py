@@ -15,7 +15,8 @@ from moqt.errors import DoneCode, RequestRejected, SessionClosed
 from moqt.filters import LocationFilter
 from moqt.limits import Limits
 from moqt.quic.api import QuicOptions
-from moqt.quic.memory import pair, run_virtual
+from moqt.quic.link import pair
+from moqt.quic.virtual import run_virtual
 from moqt.session import Session
 from moqt.subscribing import Fill
 from moqt.track import Track

@@ -11,7 +11,9 @@ import pytest
 from moqt.errors import ConnectionLost, DeadlineExceeded, DoneCode, MoqtError, RequestRejected, SessionClosed
 from moqt.filters import LocationFilter
 from moqt.limits import Limits
-from moqt.quic.memory import Link, MemoryConnection, MemoryStream, run_virtual
+from moqt.quic.link import Link
+from moqt.quic.memory import MemoryConnection, MemoryStream
+from moqt.quic.virtual import run_virtual
 from moqt.subscribing import FetchStream, Item, ReceivedObject, StreamEnd, Subscription
 from moqt.track import Track
 from tests.moqt.ends import NAME, WHOLE, At, Ends, payload, publish, publish_groups, sessions

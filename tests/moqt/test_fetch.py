@@ -13,7 +13,7 @@ from moqt.filters import GroupOrder, Location, LocationFilter, RangeFilter, Rang
 from moqt.limits import Limits
 from moqt.names import FullTrackName
 from moqt.quic.api import QuicOptions
-from moqt.quic.memory import run_virtual
+from moqt.quic.virtual import run_virtual
 from moqt.session import Session
 from moqt.subscribing import FetchStream, StreamEnd
 from moqt.track import Track

@@ -9,10 +9,10 @@ import pytest
 
 from moqt.errors import RequestCode
 from moqt.limits import Limits, Pace
-from moqt.quic.memory import pair
+from moqt.quic.link import pair
 from moqt.server import Server
 from moqt.session import Session
-from moqt.track import Tracks
+from moqt.tracks import Tracks
 from moqt.wire import PublishNamespace, RequestError, RequestOk, SubscribeNamespace, TrackStatus
 from tests.moqt.ends import NAME, NAMESPACE, Peer, hostile
 

@@ -12,7 +12,7 @@ from moqt.limits import Limits
 from moqt.names import FullTrackName, TrackNamespace
 from moqt.namespaces import NamespaceEvent, NamespaceWatch, announce
 from moqt.quic.api import QuicOptions
-from moqt.track import Tracks
+from moqt.tracks import Tracks
 from moqt.wire import (
     Message,
     MessageDecoder,

@@ -14,9 +14,10 @@ from moqt.filters import LocationFilter
 from moqt.limits import Limits
 from moqt.names import TrackNamespace
 from moqt.quic.api import QuicOptions
-from moqt.quic.memory import pair
+from moqt.quic.link import pair
 from moqt.session import Session
-from moqt.track import Track, Tracks
+from moqt.track import Track
+from moqt.tracks import Tracks
 from tests.moqt.ends import (
     NAME,
     NAMESPACE,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from moqt.errors import ProtocolError, SessionCode, StreamReset, StreamStopped, UsageError
 from moqt.names import FullTrackName
 from moqt.quic.api import QuicOptions, Stream
-from moqt.quic.memory import pair
+from moqt.quic.link import pair
 from moqt.requests import RequestIds, RequestStream, subject_of
 from moqt.states import Sender
 from moqt.wire import (

@@ -12,10 +12,11 @@ from moqt.authorization import AccessRequest, Action, Decision
 from moqt.errors import DoneCode, MoqtError, RequestCode, RequestRejected
 from moqt.names import FullTrackName
 from moqt.offers import Offer, publish
-from moqt.quic.memory import pair
+from moqt.quic.link import pair
 from moqt.session import Session
 from moqt.subscribing import Item
-from moqt.track import Track, Tracks
+from moqt.track import Track
+from moqt.tracks import Tracks
 from moqt.wire import (
     Parameters,
     Publish,

@@ -13,7 +13,8 @@ from moqt.errors import (
     ResetCode,
 )
 from moqt.filters import Location, LocationFilter
-from moqt.track import Track, Tracks
+from moqt.track import Track
+from moqt.tracks import Tracks
 from moqt.wire import (
     Fetch,
     FetchOk,

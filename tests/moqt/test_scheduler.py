@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moqt.quic.api import WATERMARK, Buffer, Connection, ConnectionClosed, NoStreamCredit, Stream, Traffic
-from moqt.quic.memory import run_virtual
+from moqt.quic.virtual import run_virtual
 from moqt.scheduler import Outgoing, Scheduler, Urgency
 
 pytestmark = pytest.mark.virtual

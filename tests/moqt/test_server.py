@@ -12,10 +12,11 @@ import pytest
 from moqt.errors import DoneCode, RequestCode, RequestRejected, SessionClosed, SessionCode
 from moqt.limits import Limits
 from moqt.quic.api import QuicOptions
-from moqt.quic.memory import Link, pair
+from moqt.quic.link import Link, pair
 from moqt.server import Server, SessionHandler
 from moqt.session import Session
-from moqt.track import Track, Tracks
+from moqt.track import Track
+from moqt.tracks import Tracks
 from tests.moqt.ends import NAME, Peer, collect, objects_of, places, publish_groups, take
 
 pytestmark = pytest.mark.virtual

@@ -21,7 +21,7 @@ from moqt.errors import (
 from moqt.filters import LocationFilter
 from moqt.limits import Limits
 from moqt.quic.api import QuicOptions
-from moqt.quic.memory import pair
+from moqt.quic.link import pair
 from moqt.session import IMPLEMENTATION, Session
 from moqt.track import Track
 from moqt.uri import MoqtUri

@@ -19,10 +19,11 @@ from moqt.errors import (
 from moqt.filters import Location, LocationFilter
 from moqt.limits import Limits
 from moqt.namespaces import NamespaceWatch
-from moqt.quic.memory import pair
+from moqt.quic.link import pair
 from moqt.session import Session
 from moqt.subscribing import FetchStream, Item, Subscription
-from moqt.track import Track, Tracks
+from moqt.track import Track
+from moqt.tracks import Tracks
 from moqt.wire import (
     FetchEncoder,
     FetchOk,
@@ -288,7 +289,7 @@ async def test_a_task_of_the_session_that_fails(caplog: pytest.LogCaptureFixture
         async def fail() -> None:
             raise RuntimeError("a mistake")
 
-        with caplog.at_level(logging.ERROR, "moqt.session"):
+        with caplog.at_level(logging.ERROR, "moqt.tasks"):
             ends.subscriber.spawn(fail(), "a task")
             error = await ends.publisher.wait_closed()
         assert isinstance(error, SessionClosed)

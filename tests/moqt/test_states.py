@@ -14,7 +14,7 @@ from moqt.errors import ProtocolError, RequestRejected, SessionCode, StreamReset
 from moqt.filters import Location
 from moqt.names import FullTrackName
 from moqt.quic.api import Stream
-from moqt.quic.memory import pair
+from moqt.quic.link import pair
 from moqt.requests import RequestIds, RequestStream
 from moqt.states import RequestState, Sender
 from moqt.wire import (

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moqt.errors import DoneCode, RequestRejected, ResetCode, UsageError
 from moqt.filters import FilterType, Location, LocationFilter, RangeFilter, RangeKind
 from moqt.limits import Limits
-from moqt.quic.memory import run_virtual
+from moqt.quic.virtual import run_virtual
 from moqt.subscribing import Fill, Item, StreamEnd, Subscription
 from moqt.track import Track
 from moqt.wire import (

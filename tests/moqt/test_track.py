@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from moqt.errors import DoneCode, LocationTaken, UsageError
 from moqt.filters import GroupOrder, Location
 from moqt.names import FullTrackName, TrackNamespace
-from moqt.track import StoredObject, Track, Tracks, TrackWatcher
+from moqt.track import StoredObject, Track, TrackWatcher
+from moqt.tracks import Tracks
 from moqt.wire import ObjectStatus, PropertyType, encode_properties
 from tests.counted import Counted
 

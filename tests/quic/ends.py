@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from moqt.quic.api import Connection, QuicOptions
 from moqt.quic.connection import AioquicConnection
 from moqt.quic.datagrams import Datagram
-from moqt.quic.memory import MemoryConnection, pair
+from moqt.quic.link import pair
+from moqt.quic.memory import MemoryConnection
 from moqt.quic.udp import _client_configuration, _server_configuration, dial, listen
 
 if TYPE_CHECKING:

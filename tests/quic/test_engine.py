@@ -20,8 +20,8 @@ from moqt.errors import StreamReset, StreamStopped, UsageError
 from moqt.quic import engine as engine_module
 from moqt.quic.api import QuicOptions, Stream
 from moqt.quic.connection import DATAGRAMS_WAITING, AioquicConnection
-from moqt.quic.memory import EverythingWaits, run_virtual
 from moqt.quic.receiving import Fragments
+from moqt.quic.virtual import EverythingWaits, run_virtual
 from tests.quic.contract import Offer, noise, read_all, until_quiet
 from tests.quic.ends import Ends, Port, simulated_ends
 

@@ -9,7 +9,8 @@ import pytest
 
 from moqt.errors import StreamReset
 from moqt.quic.api import ConnectionClosed, QuicOptions, Stream
-from moqt.quic.memory import EverythingWaits, Link, LinkStats, pair, run_virtual
+from moqt.quic.link import Link, LinkStats, pair
+from moqt.quic.virtual import EverythingWaits, run_virtual
 
 pytestmark = pytest.mark.virtual
 

@@ -15,7 +15,7 @@ from kvcs.identity import Descriptor
 from kvcs.publisher import Publisher
 from kvcs.subscriber import Subscriber
 from moqt import Session, Tracks
-from moqt.quic.memory import Link
+from moqt.quic.link import Link
 from moqt.wire import Request, Subscribe
 from tests.kvcs.stage import MODEL, SCOPE_KEY, TOKENS, Wiretap, collect
 from tests.relay.network import Network, network

@@ -11,7 +11,7 @@ from typing import Any
 from moqt import Fill, FullTrackName, Limits, LocationFilter, Session, Subscription, Track, Tracks
 from moqt.authorization import Policy
 from moqt.errors import DoneCode
-from moqt.quic.memory import Link, pair
+from moqt.quic.link import Link, pair
 from moqt.relay import Relay
 from moqt.relay.cached import CachedTrack
 from moqt.wire import Token

@@ -14,7 +14,7 @@ import pytest
 from moqt import FullTrackName, Limits, Location, ReceivedObject, Session, Subscription
 from moqt.errors import DoneCode, RequestCode
 from moqt.quic.api import QuicOptions
-from moqt.quic.memory import Link, pair
+from moqt.quic.link import Link, pair
 from moqt.relay import Relay
 from moqt.relay.cache import Cache
 from moqt.relay.cached import CachedTrack

@@ -26,7 +26,7 @@ from moqt.errors import RequestRefused
 from moqt.filters import RangeFilter, RangeKind
 from moqt.offers import Offer, publish
 from moqt.quic.api import QuicOptions
-from moqt.quic.memory import pair
+from moqt.quic.link import pair
 from moqt.wire import PropertyType, RequestUpdate
 from tests.moqt.scene import (
     EVERYTHING,

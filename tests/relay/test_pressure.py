@@ -12,7 +12,7 @@ import pytest
 
 from moqt import DoneCode, Limits, QuicOptions, Session, SessionClosed, StreamEnd, Subscription, Track, Tracks
 from moqt.errors import SessionCode
-from moqt.quic.memory import pair
+from moqt.quic.link import pair
 from moqt.relay import Relay
 from moqt.relay.pressure import keep_within
 from moqt.stats import Stats

@@ -20,7 +20,7 @@ from moqt import (
 )
 from moqt.errors import DeadlineExceeded, MoqtError, RequestRefused
 from moqt.publishing import Publishing
-from moqt.quic.memory import pair
+from moqt.quic.link import pair
 from moqt.relay import Relay
 from moqt.relay.feed import Feed
 from moqt.relay.refusals import refusal

@@ -21,7 +21,7 @@ from moqt.cat import CAT, Verifier
 from moqt.cose import Algorithm, Key
 from moqt.errors import DoneCode, RequestCode, RequestRejected, ResetCode, StreamReset
 from moqt.names import TrackNamespace
-from moqt.quic.memory import Link, pair
+from moqt.quic.link import Link, pair
 from moqt.relay import Relay
 from moqt.subscribing import Fill, StreamEnd
 from moqt.wire import (

@@ -37,7 +37,7 @@ from moqt import (
     Tracks,
 )
 from moqt.filters import FilterType
-from moqt.quic.memory import run_virtual
+from moqt.quic.virtual import run_virtual
 from moqt.wire import Fetch, Properties, SubscribeNamespace, encode_properties
 from tests.kvcs.stage import (
     CACHE,

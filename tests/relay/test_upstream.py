@@ -10,7 +10,7 @@ import pytest
 
 from moqt import ConnectionLost, RequestCode, Session, SessionClosed, SessionCode
 from moqt.authorization import AccessRequest, Decision, Denied, Policy
-from moqt.quic.memory import Link, pair
+from moqt.quic.link import Link, pair
 from moqt.relay import Relay
 from moqt.relay.upstream import Upstream, keep_upstream
 from tests.moqt.scene import check_exactly_once, collect, make_track, objects, piece
