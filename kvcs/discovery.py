@@ -28,9 +28,9 @@ DISCOVERY_WAIT: Final = 0.5
 """
 
 HEAD_START: Final = 0.1
-"""Seconds by which the longest prefix is asked for before all others, unless the peer has accepted it before:
-where it is published, they need not be asked for. Layer 0 then comes sooner, and a relay that many consumers
-ask at once has a fraction of the requests.
+"""Seconds by which the longest prefix is asked for before all others, unless the peer answers sooner: where
+it is published, they need not be asked for. Layer 0 then comes sooner, and a relay that many consumers ask at
+once has a fraction of the requests.
 """
 
 ANSWER_WAIT: Final = 0.005
@@ -68,7 +68,7 @@ async def discover(
     none.
 
     Shorter prefixes are asked for when longer ones have none, down to `min_blocks` blocks, many at once (kvcs
-    14 #4). Each round takes `wait` seconds at most, and a round trip. Raises InvalidTokens, and what
+    14 #4). Each round takes `wait` seconds at most, and two round trips. Raises InvalidTokens, and what
     `Session.subscribe_namespace` raises when the peer lets us ask for no prefix of a round.
     """
     keys = block_keys(scope_key, descriptor, tokens)
@@ -126,7 +126,7 @@ class _Search:
 
     async def _ask_others(self) -> None:
         first = self.questions[0]
-        await self._until(lambda: first.accepted or first.given_up, HEAD_START)
+        await self._until(lambda: first.accepted or first.error is not None, HEAD_START)
         await asyncio.sleep(ANSWER_WAIT)
         self._tasks += [asyncio.create_task(question.ask()) for question in self.questions[1:]]
 
@@ -226,6 +226,7 @@ class _Question:
         self.accepted = False
         self.names = []  # moqt 11: they are gone with the subscription.
         self.error = error
+        self._news.set()
 
 
 def _publications(watch: NamespaceWatch) -> list[PublicationName]:

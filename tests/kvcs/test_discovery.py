@@ -7,7 +7,15 @@ import logging
 
 import pytest
 
-from kvcs.discovery import DISCOVERY_WAIT, PARALLEL_PREFIXES, Found, discover, discover_in_scope
+from kvcs.discovery import (
+    ANSWER_WAIT,
+    DISCOVERY_WAIT,
+    HEAD_START,
+    PARALLEL_PREFIXES,
+    Found,
+    discover,
+    discover_in_scope,
+)
 from kvcs.identity import ScopeKey, block_keys
 from kvcs.names import MANIFEST, PublicationName, content_prefix, scope_prefix
 from kvcs.publisher import Publisher
@@ -115,6 +123,28 @@ async def test_a_short_prefix_of_a_long_prompt() -> None:
     keys = block_keys(SCOPE_KEY, MODEL, tokens)
     asked = [prefix[3] for prefix in prefixes(taps[0])[2 * PARALLEL_PREFIXES :]]
     assert asked == keys[::-1]
+
+
+@pytest.mark.requirement("R7.1c")
+@pytest.mark.parametrize("latency", [0.0001, 0.04])
+async def test_shorter_prefixes_are_not_asked_for_where_the_longest_is_published(latency: float) -> None:
+    taps: list[Wiretap] = []
+    async with stage(tap=lambda link: taps.append(Wiretap(link)), latency=latency) as scene:
+        whole = scene.publisher().publish(TOKENS)
+        assert await find(scene) == [Found(whole.name, 3)]
+    assert len(prefixes(taps[0])) == 1
+
+
+@pytest.mark.requirement("R7.1c")
+@pytest.mark.parametrize(("latency", "longest"), [(0.0001, 0.0002), (0.04, 0.08), (0.5, HEAD_START)])
+async def test_shorter_prefixes_are_asked_for_when_the_longest_was_answered_or_is_late(
+    latency: float, longest: float
+) -> None:
+    async with stage(latency=latency) as scene:
+        two = scene.publisher().publish(TOKENS[:4])
+        began = now()
+        assert await find(scene, wait=0.0) == [Found(two.name, 2)]
+        assert now() - began == pytest.approx(longest + ANSWER_WAIT + 2 * latency, abs=0.001)
 
 
 async def test_nothing_is_found_after_a_stated_time() -> None:
