@@ -2,6 +2,6 @@
 
 `api` says what a connection and a stream are and imports nothing of aioquic. `udp` dials and listens, over
 `datagrams` (one socket), `connection` (streams over aioquic) and `engine` (aioquic with our flow control,
-made quicker by `sending` and `receiving`). `link`, with its ends in `memory`, and `virtual` are the same thing
-inside one process, and a clock that jumps, for tests. What both kinds share is in `base`.
+made quicker by `sending` and `receiving`). `link`, with its ends in `memory`, and `virtual`, a clock that
+jumps, are the same thing inside one process, for tests. What both kinds share is in `base`.
 """
