@@ -68,11 +68,16 @@ _OF_CONSUMERS = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    """What only a consumer needs is imported with its first use: a publisher lives beside an engine, and does
-    without.
-    """
-    for module, names in _OF_CONSUMERS.items():
-        if name in names:
-            return getattr(import_module(module), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # A checker would take any name for one that is here.
+
+    def __getattr__(name: str) -> Any:
+        """What only a consumer needs is imported with its first use: a publisher lives beside an engine, and
+        does without.
+        """
+        for module, names in _OF_CONSUMERS.items():
+            if name in names:
+                return getattr(import_module(module), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -68,8 +68,8 @@ async def discover(
     none.
 
     Shorter prefixes are asked for when longer ones have none, down to `min_blocks` blocks, many at once (kvcs
-    14 #4). Each round takes `wait` seconds at most, and two round trips. Raises InvalidTokens, and what
-    `Session.subscribe_namespace` raises when the peer lets us ask for no prefix of a round.
+    14 #4). Each round takes `wait` seconds at most, two round trips and ANSWER_WAIT. Raises InvalidTokens,
+    and what `Session.subscribe_namespace` raises when the peer lets us ask for no prefix of a round.
     """
     keys = block_keys(scope_key, descriptor, tokens)
     for longest in range(len(keys), min_blocks - 1, -PARALLEL_PREFIXES):

@@ -120,11 +120,16 @@ _OF_SUBSCRIBERS = (
 _OF_OFFERS = ("Offer", "TracksWatch", "publish")
 
 
-def __getattr__(name: str) -> Any:
-    """What takes Objects in, and PUBLISH, is imported with its first use: a publisher lives beside an engine,
-    and does without.
-    """
-    for module, names in (("moqt.subscribing", _OF_SUBSCRIBERS), ("moqt.offers", _OF_OFFERS)):
-        if name in names:
-            return getattr(import_module(module), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # A checker would take any name for one that is here.
+
+    def __getattr__(name: str) -> Any:
+        """What takes Objects in, and PUBLISH, is imported with its first use: a publisher lives beside an
+        engine, and does without.
+        """
+        for module, names in (("moqt.subscribing", _OF_SUBSCRIBERS), ("moqt.offers", _OF_OFFERS)):
+            if name in names:
+                return getattr(import_module(module), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

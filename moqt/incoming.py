@@ -109,7 +109,8 @@ class Incoming:
 
     def forget(self, request: OwnRequest) -> None:
         """The request is over: late streams of it are stopped."""
-        for alias in [alias for alias, known in self._by_alias.items() if known is request]:
+        alias = getattr(request, "alias", None)  # Those of subscriptions.
+        if alias is not None and self._by_alias.get(alias) is request:
             del self._by_alias[alias]
             self._retired.append(alias)
         for number in [number for number, known in self._by_request.items() if known.reception is request]:

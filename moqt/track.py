@@ -10,7 +10,6 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from moqt.errors import (
     DoneCode,
@@ -32,9 +31,6 @@ from moqt.wire import (
     decode_properties,
     encode_properties,
 )
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["Hole", "StoredObject", "Track", "TrackWatcher", "Wanted"]
 

@@ -1,7 +1,7 @@
 """Parts of aioquic's sending side, made quicker: the sender of a stream, a sent packet, the pacer.
 
-With `moqt.quic.engine`, which puts them into a connection, the only place that uses private attributes of
-aioquic.
+With `moqt.quic.receiving` and `moqt.quic.engine`, which puts them into a connection, the only place that uses
+private attributes of aioquic.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ async def test_two_fields_find_all_of_the_scope() -> None:
 
 @pytest.mark.requirement("R7.1c")
 async def test_the_longest_prefix_that_has_any() -> None:
-    """All are asked for at once; the longest goes before those that answer as soon."""
+    """The longest is asked for first, and goes before those that answer as soon."""
     taps: list[Wiretap] = []
     async with stage(tap=lambda link: taps.append(Wiretap(link))) as scene:
         publisher = scene.publisher()
