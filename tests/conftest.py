@@ -11,6 +11,7 @@ import asyncio
 import datetime
 import inspect
 import ipaddress
+import signal
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,9 @@ from moqt.quic.virtual import VirtualLoop
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "virtual: async tests run on moqt.quic.virtual.VirtualLoop")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # So it is in the background jobs of a shell script, and so it would be in the processes of the tests.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_asyncio_loop_factories(
