@@ -15,7 +15,7 @@ from kvcs.names import PublicationName, content_prefix, scope_prefix
 from kvcs.progress import insist
 from moqt.errors import DeadlineExceeded, MoqtError, RequestCode, RequestRejected
 from moqt.names import TrackNamespace
-from moqt.namespaces import NamespaceWatch
+from moqt.namespaces import NamespaceEvent, NamespaceWatch
 from moqt.session import Session
 
 __all__ = ["DISCOVERY_WAIT", "Found", "discover", "discover_in_scope"]
@@ -38,6 +38,9 @@ ANSWER_WAIT: Final = 0.005
 
 MORE_WAIT: Final = 0.0005
 """Seconds for further publications of the longest prefix, after the first."""
+
+QUIET: Final = 0.1
+"""Seconds without a further publication after which a scope is taken to have told all of interest."""
 
 PARALLEL_PREFIXES: Final = 32
 """Prefixes asked for at once."""
@@ -68,16 +71,28 @@ async def discover(
     none.
 
     Shorter prefixes are asked for when longer ones have none, down to `min_blocks` blocks, many at once (kvcs
-    14 #4). Each round takes `wait` seconds at most, two round trips and ANSWER_WAIT. Raises InvalidTokens,
-    and what `Session.subscribe_namespace` raises when the peer lets us ask for no prefix of a round.
+    14 #4). Where there are more than PARALLEL_PREFIXES, one question for the whole scope takes their place;
+    when the peer denies that, each such number of prefixes is a round of its own. A round takes `wait`
+    seconds at most, two round trips and ANSWER_WAIT; so does the scope. Raises InvalidTokens, and what
+    `Session.subscribe_namespace` raises when the peer lets us ask for no prefix of a round.
     """
     keys = block_keys(scope_key, descriptor, tokens)
+    prefixes = [content_prefix(scope_key.scope_id, descriptor.compat_id, key) for key in keys]
+    if len(keys) - min_blocks >= PARALLEL_PREFIXES:
+        async with _Search(session, prefixes[-1:]) as search:
+            await search.first_answer(ANSWER_WAIT)
+            if search.questions[0].names:
+                return [Found(name, len(keys)) for name in search.questions[0].names]
+        try:
+            found = await _in_scope(session, descriptor, scope_key, keys, wait, until_quiet=True)
+        except MoqtError as error:
+            logger.info("prefixes are asked for one by one, since the scope can't be: %s", error)
+        else:
+            most = max((one.blocks for one in found), default=0)
+            return [one for one in found if one.blocks == max(most, min_blocks)]
     for longest in range(len(keys), min_blocks - 1, -PARALLEL_PREFIXES):
         lengths = range(longest, max(longest - PARALLEL_PREFIXES, min_blocks - 1), -1)
-        prefixes = [
-            content_prefix(scope_key.scope_id, descriptor.compat_id, keys[length - 1]) for length in lengths
-        ]
-        async with _Search(session, prefixes) as search:
+        async with _Search(session, [prefixes[length - 1] for length in lengths]) as search:
             await search.first_answer(wait)
             for length, question in zip(lengths, search.questions, strict=True):
                 if question.names:
@@ -99,25 +114,44 @@ async def discover_in_scope(
     One request however long the prompt, but the peer tells of every publication of the scope. Takes `wait`
     seconds and a round trip. Raises as `discover` does.
     """
-    keys = block_keys(scope_key, descriptor, tokens)
+    return await _in_scope(session, descriptor, scope_key, block_keys(scope_key, descriptor, tokens), wait)
+
+
+async def _in_scope(
+    session: Session,
+    descriptor: Descriptor,
+    scope_key: ScopeKey,
+    keys: Sequence[bytes],
+    wait: float,
+    *,
+    until_quiet: bool = False,
+) -> list[Found]:
+    """`discover_in_scope`. With `until_quiet` it ends when there is something, and no more has come for QUIET
+    seconds.
+    """
     lengths = {key: index + 1 for index, key in enumerate(keys)}
-    async with _Search(session, [scope_prefix(scope_key.scope_id)]) as search:
-        await search.answers(wait)
-        found = [
-            Found(name, lengths[name.anchor_key])
-            for name in search.questions[0].names
-            if name.compat_id == descriptor.compat_id and name.anchor_key in lengths
-        ]
+
+    def ours(name: PublicationName) -> bool:
+        return name.compat_id == descriptor.compat_id and name.anchor_key in lengths
+
+    async with _Search(session, [scope_prefix(scope_key.scope_id)], ours) as search:
+        await search.answers(wait, until_quiet=until_quiet)
+        found = [Found(name, lengths[name.anchor_key]) for name in search.questions[0].names]
     return sorted(found, key=lambda one: -one.blocks)
 
 
 class _Search:
     """Several prefixes that are asked for at once, as long as the `async with` block."""
 
-    def __init__(self, session: Session, prefixes: Sequence[TrackNamespace]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        prefixes: Sequence[TrackNamespace],
+        ours: Callable[[PublicationName], bool] = lambda _name: True,
+    ) -> None:
         self._news = asyncio.Event()
         self._deadline = session.limits.reply_deadline
-        self.questions = [_Question(session, prefix, self._news) for prefix in prefixes]
+        self.questions = [_Question(session, prefix, self._news, ours) for prefix in prefixes]
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> _Search:
@@ -147,10 +181,17 @@ class _Search:
             await asyncio.sleep(MORE_WAIT)
         self._check()
 
-    async def answers(self, wait: float) -> None:
-        """Wait for `wait` seconds once the peer has accepted all questions. Raises as `first_answer` does."""
+    async def answers(self, wait: float, *, until_quiet: bool) -> None:
+        """Wait for `wait` seconds once the peer has accepted the one question, or, `until_quiet`, no longer
+        than for answers after which none came for QUIET seconds. Raises as `first_answer` does.
+        """
+        names = self.questions[0].names
         await self._until(self._settled, self._deadline)
-        await self._until(self._given_up, wait)
+        await self._until(lambda: self._given_up() or (until_quiet and bool(names)), wait)
+        known = 0
+        while until_quiet and len(names) > known:
+            known = len(names)
+            await asyncio.sleep(QUIET)
         self._check()
 
     def _settled(self) -> bool:
@@ -174,13 +215,20 @@ class _Search:
 
 
 class _Question:
-    """A prefix that is asked for: `names` are the publications under it, as far as they are known.
+    """A prefix that is asked for: `names` are the publications under it that are `ours`, as far as they are
+    known.
 
     It is `accepted` by the peer, or not yet, or was given up because of `error`; `news` is set with every
     change.
     """
 
-    def __init__(self, session: Session, prefix: TrackNamespace, news: asyncio.Event) -> None:
+    def __init__(
+        self,
+        session: Session,
+        prefix: TrackNamespace,
+        news: asyncio.Event,
+        ours: Callable[[PublicationName], bool],
+    ) -> None:
         self.names: list[PublicationName] = []
         self.accepted = False
         self.given_up = False
@@ -188,6 +236,7 @@ class _Question:
         self._session = session
         self._prefix = prefix
         self._news = news
+        self._ours = ours
         self._events = 0
 
     async def ask(self) -> None:
@@ -204,9 +253,9 @@ class _Question:
         async with await self._subscribe() as watch:
             self.accepted = True
             self._news.set()
-            async for _event in watch:
+            async for event in watch:
                 self._events += 1
-                self.names = _publications(watch)
+                self._take(event)
                 self._news.set()
         return False
 
@@ -221,19 +270,20 @@ class _Question:
                 self._note(rejection)
             await asyncio.sleep(OVERLAP_PAUSE)
 
+    def _take(self, event: NamespaceEvent) -> None:
+        try:
+            name = PublicationName.from_namespace(event.namespace)
+        except InvalidName as error:  # kvcs 3.1
+            logger.warning("a namespace that names no publication is ignored: %s", error)
+            return
+        if not event.present:
+            self.names.remove(name)
+        elif self._ours(name):
+            self.names.append(name)
+
     def _note(self, error: Exception) -> None:
         logger.info("a namespace prefix: %s", error)
         self.accepted = False
-        self.names = []  # moqt 11: they are gone with the subscription.
+        self.names.clear()  # moqt 11: they are gone with the subscription.
         self.error = error
         self._news.set()
-
-
-def _publications(watch: NamespaceWatch) -> list[PublicationName]:
-    names = []
-    for namespace in watch.namespaces:
-        try:
-            names.append(PublicationName.from_namespace(namespace))
-        except InvalidName as error:  # kvcs 3.1
-            logger.warning("a namespace that names no publication is ignored: %s", error)
-    return names

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import Any
 
 import pytest
 
@@ -23,8 +24,10 @@ from kvcs.subscriber import RANKING, NothingFound
 from moqt.errors import ConnectionLost, DoneCode, RequestCode, RequestRefused, RequestRejected
 from moqt.limits import Limits
 from moqt.names import FullTrackName
+from moqt.namespaces import NamespaceWatch
 from moqt.publishing import Publishing
 from moqt.quic.virtual import run_virtual
+from moqt.session import Session
 from moqt.track import Track
 from moqt.wire import SubscribeNamespace
 from tests.kvcs.stage import (
@@ -109,20 +112,55 @@ async def test_the_longest_prefix_that_has_any() -> None:
     assert prefixes(taps[0])[:3] == in_order
 
 
-@pytest.mark.requirement("R7.1c")
+LONG_PROMPT = [*TOKENS[:2], *range(2 * 2 * PARALLEL_PREFIXES)]
+
+
+@pytest.mark.requirement("R7.1c", "R3.1c")
 async def test_a_short_prefix_of_a_long_prompt() -> None:
-    """So many prefixes at a time, the longest first; as few as `min_blocks` allows."""
+    """The longest prefix, and then the scope as a whole: no request for each of them, and one wait."""
     taps: list[Wiretap] = []
-    tokens = [*TOKENS[:2], *range(2 * 2 * PARALLEL_PREFIXES)]
     async with stage(tap=lambda link: taps.append(Wiretap(link))) as scene:
         one = scene.publisher().publish(TOKENS[:2])
-        assert await find(scene, tokens, min_blocks=2) == []
-        assert len(prefixes(taps[0])) == 2 * PARALLEL_PREFIXES
-        assert now() < 2 * (DISCOVERY_WAIT + 0.1)
-        assert await find(scene, tokens) == [Found(one.name, 1)]
-    keys = block_keys(SCOPE_KEY, MODEL, tokens)
-    asked = [prefix[3] for prefix in prefixes(taps[0])[2 * PARALLEL_PREFIXES :]]
-    assert asked == keys[::-1]
+        scene.publisher().publish(TOKENS[2:])
+        scene.publisher(descriptor(model="test/other")).publish(TOKENS[:2])
+        began = now()
+        assert await find(scene, LONG_PROMPT, min_blocks=2) == []
+        assert now() < began + DISCOVERY_WAIT + 0.2
+        began = now()
+        assert await find(scene, LONG_PROMPT) == [Found(one.name, 1)]
+        assert now() < began + 0.4
+        two = [scene.publisher().publish(LONG_PROMPT[:4]).name for _ in range(2)]
+        assert await find(scene, LONG_PROMPT) == [Found(name, 2) for name in two]
+        whole = scene.publisher().publish(LONG_PROMPT)
+        began = now()
+        assert await find(scene, LONG_PROMPT) == [Found(whole.name, len(LONG_PROMPT) // 2)]
+        assert now() < began + 0.1
+    asked = list(dict.fromkeys(prefixes(taps[0])))
+    keys = block_keys(SCOPE_KEY, MODEL, LONG_PROMPT)
+    assert asked == [content_prefix(SCOPE_ID, COMPAT_ID, keys[-1]), scope_prefix(SCOPE_ID)]
+
+
+@pytest.mark.requirement("R7.1c")
+async def test_a_long_prompt_where_the_scope_can_not_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many prefixes at a time, the longest first; as few as `min_blocks` allows."""
+    taps: list[Wiretap] = []
+    ask = Session.subscribe_namespace
+
+    async def narrow(session: Session, prefix: tuple[bytes, ...], **more: Any) -> NamespaceWatch:
+        if len(prefix) < 4:
+            raise RequestRejected(RequestCode.NAMESPACE_TOO_LARGE, "ask for less")
+        return await ask(session, prefix, **more)
+
+    monkeypatch.setattr(Session, "subscribe_namespace", narrow)
+    async with stage(tap=lambda link: taps.append(Wiretap(link))) as scene:
+        one = scene.publisher().publish(TOKENS[:2])
+        assert await find(scene, LONG_PROMPT, min_blocks=2) == []
+        asked = list(dict.fromkeys(prefixes(taps[0])))
+        assert len(asked) == 2 * PARALLEL_PREFIXES
+        assert now() < 2 * (DISCOVERY_WAIT + 0.2)
+        assert await find(scene, LONG_PROMPT) == [Found(one.name, 1)]
+    keys = block_keys(SCOPE_KEY, MODEL, LONG_PROMPT)
+    assert [prefix[3] for prefix in dict.fromkeys(prefixes(taps[0]))] == keys[::-1]
 
 
 @pytest.mark.requirement("R7.1c")
