@@ -57,13 +57,16 @@ def rank(order: GroupOrder, group: int) -> int:
 
 @dataclass(slots=True)
 class _Subgroup:
-    """A subgroup stream that is open. `version` is that of the filters when it was opened."""
+    """A subgroup stream that is open. `version` is that of the filters when it was opened; `owed` is how many
+    bytes of the Object `last` have not come: nothing may follow before, no FIN either (moqt 12.6).
+    """
 
     outgoing: Outgoing
     encoder: SubgroupEncoder
     version: int
     timeouts: Timeouts
     last: StoredObject | None = None
+    owed: int = 0
 
 
 class Delivery(TrackWatcher):
@@ -112,9 +115,9 @@ class Delivery(TrackWatcher):
         key = (item.location.group, item.subgroup)
         wanted = self._selects(item)
         if wanted and self._forward and key not in self._refused:
-            open_stream = self._subgroups.get(key)
-            last = open_stream.last if open_stream else None
-            if last is not None and not self.track.follows(last.location.object, item):
+            current = self._subgroups.get(key)
+            last = current.last if current else None
+            if current and (current.owed or (last and not self.track.follows(last.location.object, item))):
                 self._reset(key, ResetCode.CANCELLED)  # moqt 12.6
             self._send(key, item)
         elif (
@@ -144,6 +147,8 @@ class Delivery(TrackWatcher):
     def on_subgroup_end(self, group: int, subgroup: int, code: int | None) -> None:
         """FIN when all of the Subgroup was passed on, else a reset (moqt 12.6)."""
         current = self._subgroups.get((group, subgroup))
+        if current is not None and current.owed and code is None:
+            code = ResetCode.INTERNAL_ERROR
         if current is not None and code is None:
             self._scheduler.push(current.outgoing, fin=True)
             if current.timeouts.of_subgroup:
@@ -193,10 +198,11 @@ class Delivery(TrackWatcher):
         header = subgroup.encoder.object(
             item.location.object, item.size, status=item.status, properties=item.properties
         )
-        subgroup.last = item
+        subgroup.last, subgroup.owed = item, item.size
         if subgroup.timeouts.of_object:
             self._later(subgroup.timeouts.of_object, self._too_old, key, subgroup, subgroup.outgoing.end)
-        self._push(subgroup, item, header, *item.since(0))
+        self._scheduler.push(subgroup.outgoing, header)
+        self._push(subgroup, item, *item.since(0))
 
     def _later(self, seconds: float, callback: Callable[..., None], *arguments: object) -> None:
         asyncio.get_running_loop().call_later(seconds, callback, *arguments)
@@ -207,6 +213,7 @@ class Delivery(TrackWatcher):
             self._reset(key, ResetCode.DELIVERY_TIMEOUT)
 
     def _push(self, subgroup: _Subgroup, item: StoredObject, *pieces: Buffer) -> None:
+        subgroup.owed -= sum(map(len, pieces))
         self._scheduler.push(subgroup.outgoing, *pieces)
         if not self.track.authoritative and not subgroup.outgoing.ended:
             subgroup.outgoing.hold(item)
@@ -401,8 +408,8 @@ class Delivery(TrackWatcher):
         try:
             if code is DoneCode.TRACK_ENDED:
                 # Nothing more comes, so what was written is the whole of each Subgroup.
-                for subgroup in list(self._subgroups.values()):
-                    self._scheduler.push(subgroup.outgoing, fin=True)
+                for group, subgroup in list(self._subgroups):
+                    self.on_subgroup_end(group, subgroup, None)
             elif self._subgroups:
                 await self._break_off(code)
             while self._sending:

@@ -128,8 +128,7 @@ class Cache:
     def grow(self, size: int) -> None:
         """An Object has taken `size` bytes more."""
         self.bytes += size
-        if self.bytes > self.limit:
-            self._trim()
+        self.trim()
 
     def shrink(self, size: int) -> None:
         """So much is no longer taken."""
@@ -160,7 +159,8 @@ class Cache:
         item.older.newer, item.newer.older = item.newer, item.older
         item.older = item.newer = None
 
-    def _trim(self) -> None:
+    def trim(self) -> None:
+        """Keep within the limit, as far as what is busy allows: call it when something is no longer."""
         busy = 0
         while self.bytes > self.limit and busy < MAX_BUSY:
             item = self._ring.newer

@@ -119,7 +119,7 @@ class CachedTrack(FollowedTrack):
         known = self.get(location)
         item = known if isinstance(known, CachedObject) else None
         if header.status is not ObjectStatus.NORMAL:
-            self._take_status(header, priority, live, ends)
+            self._take_status(header, priority, live, ends, after)
             return None
         if item is None:
             if self.fault or location in self.known:  # moqt 15 #4
@@ -215,6 +215,7 @@ class CachedTrack(FollowedTrack):
                 watcher.on_failed(item, code)
         elif item.expires <= asyncio.get_running_loop().time():
             self.evict(item)
+        self._cache.trim()
         self._changed()
 
     def learn(self, start: Location, end: Location) -> None:
@@ -276,6 +277,7 @@ class CachedTrack(FollowedTrack):
             assert isinstance(item, CachedObject)
             item.hole = None
         hole.unused.clear()
+        self._cache.trim()
 
     def stop(self) -> None:
         """The relay ends."""
@@ -408,6 +410,10 @@ class CachedTrack(FollowedTrack):
         if not self._count:
             self._cache.shrink(TRACK_OVERHEAD)
         self.known.remove(item.location, item.location)
+        if item.lost and not self.fault:
+            self._told.remove(item.location, item.location)
+            for watcher in list(self._watchers):
+                watcher.on_failed(item, ResetCode.INTERNAL_ERROR)
         self._lack()
 
     # Inside.
@@ -470,14 +476,25 @@ class CachedTrack(FollowedTrack):
         if self.disk is not None and (start != end or self.get(start) is None):
             self.disk.learn(start, end, self.objects(start, end))
 
-    def _take_status(self, header: ObjectHeader, priority: int, live: bool, ends: bool) -> None:
+    def _take_status(
+        self, header: ObjectHeader, priority: int, live: bool, ends: bool, after: int | None
+    ) -> None:
         location = header.location
         if header.status is ObjectStatus.END_OF_TRACK:
             self.end_track(location)
         else:
             self.learn(location, Location(location.group, MAX_VARINT))
         item = CachedObject(
-            location, (), 0, header.subgroup, priority, b"", header.status, header.datagram, ends=ends
+            location,
+            (),
+            0,
+            header.subgroup,
+            priority,
+            b"",
+            header.status,
+            header.datagram,
+            ends=ends,
+            after=after,
         )
         if live:
             self._tell_once(item)

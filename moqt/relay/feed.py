@@ -160,9 +160,11 @@ class Feed:
         track = self.track
         start, end = wanted.filter.start(track.largest), wanted.filter.end
         largest = track.largest
-        if not track.doubtful or track.complete:
+        # A publisher that we have paused, since all subscribers are, goes on without telling us.
+        paused = any(not one.forward for one in self._established.values())
+        if track.complete or not (track.doubtful or paused):
             return
-        if largest is not None and start <= largest and (end is None or end <= largest):
+        if largest is not None and start <= largest and (end <= largest if end else not paused):
             return
         for session in self._established.keys() - self._relay.silent - {asker}:
             try:

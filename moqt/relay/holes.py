@@ -236,7 +236,10 @@ class Holes:
         deadline: float,
         crowded: Callable[[], bool],
     ) -> None:
-        low, high = next(gaps(track, hole.start, hole.end))
+        gap = next(gaps(track, hole.start, hole.end), None)
+        if gap is None:  # It came while we waited for our turn.
+            return
+        low, high = gap
         # What has come by another attempt is not asked for again.
         start, end = (low, hole.end) if order is GroupOrder.ASCENDING else (hole.start, hole.end)
         if high == hole.end:
@@ -252,6 +255,7 @@ class Holes:
             assert fetch.end is not None
             self._relay.fetched += 1
             if fetch.end.end_of_track:
+                track.saw(fetch.end.end)
                 track.end_track(successor(fetch.end.end))
             if fetch.end.properties:  # moqt 13: the newest ones count.
                 track.describe(fetch.end.properties)

@@ -133,11 +133,23 @@ class FetchInlet(Inlet):
         self._asked = asked
         self._limit = limit
         self._writer: Writer | None = None
+        self._first_group: int | None = None
+        self._undecided: list[tuple[Location, Location]] = []
+        """Gaps at the beginning of a descending fetch: they reach to End Location, which the reply tells."""
 
     def object(self, header: ObjectHeader) -> Callable[[memoryview], None] | None:
         self._writer = self._track.begin(header, live=False, hole=self._hole)
+        if self._first_group is None:
+            self._first_group = header.location.group
         for start, end in self._passed(header.location):
-            self._track.learn(start, end)
+            if (
+                self._order is GroupOrder.DESCENDING
+                and end.group >= self._first_group
+                and end > header.location
+            ):
+                self._undecided.append((start, end))
+            else:
+                self._track.learn(start, end)
         if self._writer is None:
             return None
         write = self._writer.write
@@ -175,7 +187,7 @@ class FetchInlet(Inlet):
         """The stream has ended with FIN: what it did not bring up to `reached` does not exist (moqt 10); the
         rest could not be found out.
         """
-        for low, high in ranges(self._order, *self._asked, self._last, None):
+        for low, high in (*self._undecided, *ranges(self._order, *self._asked, self._last, None)):
             for first, last in gaps(self._hole.unknown, low, min(high, reached)):
                 self._track.learn(first, last)
             if not self._hole.guess:
