@@ -15,6 +15,7 @@ from kvcs.errors import (
     InvalidValue,
     KvcsError,
     ManifestRejected,
+    NotWritten,
     ObjectRejected,
     PeerFault,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "Manifest",
     "ManifestRejected",
     "Missing",
+    "NotWritten",
     "NothingFound",
     "ObjectRejected",
     "Order",

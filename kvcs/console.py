@@ -106,8 +106,9 @@ class Console(moqt.console.Console):
 
     def line(self, text: str) -> None:
         """Print a line for people, above the progress."""
-        tqdm.write(text, file=sys.stdout)
-        sys.stdout.flush()
+        with self._output():
+            tqdm.write(text, file=sys.stdout)
+            sys.stdout.flush()
 
     def progress(self, layers: int, what: str) -> None:
         """Begin to show progress over `layers` layers."""

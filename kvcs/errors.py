@@ -8,6 +8,7 @@
     │   ├── InvalidTokens         token ids, or extras, that have no Block Keys
     │   ├── InvalidTensor         an array whose shape or dtype does not fit the Compatibility Descriptor
     │   └── FileFault             a file that cannot be read or written as asked
+    ├── NotWritten            a file that could be begun, and not be written: the disk is full
     ├── InvalidDescriptor     a Compatibility Descriptor, the caller's or a peer's (also a ValueError)
     ├── InvalidName           a namespace or a track name, the caller's or a peer's (also a ValueError)
     └── PeerFault             what a peer published
@@ -44,6 +45,12 @@ class InvalidTensor(InvalidValue):
 
 class FileFault(InvalidValue):
     """A file that cannot be read or written as asked. The text names it and says what to do."""
+
+
+class NotWritten(KvcsError):
+    """A file that could be begun, and not be written: the disk is full. What was there before is still
+    there.
+    """
 
 
 class InvalidDescriptor(KvcsError, ValueError):

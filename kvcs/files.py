@@ -24,7 +24,7 @@ import safetensors
 import safetensors.numpy
 
 from kvcs import strict_json
-from kvcs.errors import FileFault, InvalidDescriptor, InvalidTensor, InvalidTokens
+from kvcs.errors import FileFault, InvalidDescriptor, InvalidTensor, InvalidTokens, NotWritten
 from kvcs.identity import Descriptor, token_array
 from kvcs.layout import NUMPY_DTYPES, Geometry, Order, Tensor, check_tensor, in_native_order, wire_bits
 from kvcs.names import Component
@@ -140,7 +140,7 @@ def write(path: str | Path, cache: CacheFile) -> None:
     """Write a cache file, .safetensors or .npz: whole or not at all, readable by its owner only.
 
     An existing file is replaced in one step. Raises InvalidTokens or InvalidTensor for a cache that does not
-    fit its descriptor, and FileFault.
+    fit its descriptor, FileFault, and NotWritten.
     """
     path = Path(path)
     check_writable(path, cache.descriptor)
@@ -163,7 +163,7 @@ def write(path: str | Path, cache: CacheFile) -> None:
         finally:
             temporary.unlink(missing_ok=True)
     except (OSError, safetensors.SafetensorError) as error:
-        raise FileFault(f"cache file {path}: not written: {error}") from error
+        raise NotWritten(f"cache file {path}: not written: {error}") from error
 
 
 def read_tokens(path: str | Path) -> np.ndarray[Any, np.dtype[np.int64]]:

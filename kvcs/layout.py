@@ -241,7 +241,10 @@ def _by_token(array: Tensor, order: Order) -> Tensor:
 
 def _hint(got: np.dtype[Any], expected: np.dtype[Any]) -> str:
     if (got.kind in "ui" or got.type is np.void) and got.itemsize == expected.itemsize:
-        return f" (if these are the bits of {expected.name} elements, say so with array.view)"
+        of = "numpy" if expected.type.__module__ == "numpy" else "ml_dtypes"
+        return (
+            f" (if these are the bits of {expected.name} elements, say so: array.view({of}.{expected.name}))"
+        )
     return " (no dtype is converted here, as that would change the cache)"
 
 

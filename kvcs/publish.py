@@ -39,6 +39,7 @@ Publish the KV cache in a file as tracks over MOQT, layer by layer, and serve it
 The file is .safetensors with the tensors layers.{i}.k and layers.{i}.v of shape [tokens, kv_heads, head_dim],
 an integer tensor "tokens", and the Compatibility Descriptor as JSON under "descriptor" in the metadata; .npz
 is read too where it keeps the dtype. Subscribers find the cache from the tokens and the scope key alone.
+When it is told to go, it gives them 5 s to take what they have asked for, and says whether they have.
 
   python certs/make.py                          # a development CA and a server certificate
   openssl rand -hex 32 > scope.key
@@ -166,7 +167,7 @@ async def publish(arguments: argparse.Namespace, token: TokenFile, console: Cons
                     task.cancel()
                 await asyncio.gather(work, told, return_exceptions=True)
         publication.close()
-        await leave()
+        delivered = await leave()
         console.tell(
             "end",
             f"{reason}: left, "
@@ -174,8 +175,10 @@ async def publish(arguments: argparse.Namespace, token: TokenFile, console: Cons
                 "all was published"
                 if segment.complete
                 else f"{segment.next_layer} of {layers} layers were published"
-            ),
+            )
+            + ("" if delivered else f", and not everybody had taken it within {LEAVING:g} s"),
             reason=reason,
+            delivered=delivered,
             complete=segment.complete,
             published=segment.next_layer,
         )
@@ -205,7 +208,7 @@ async def _put_layers(
 @asynccontextmanager
 async def _listening(
     arguments: argparse.Namespace, publisher: Publisher, console: Console
-) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+) -> AsyncIterator[Callable[[], Awaitable[bool]]]:
     if arguments.cert is None or arguments.key is None:
         raise UsageError("--listen needs --cert and --key: python certs/make.py makes a pair for development")
     host, port = host_and_port(arguments.listen)
@@ -239,7 +242,7 @@ async def _connected(
     console: Console,
     token: TokenFile,
     denied: asyncio.Future[None],
-) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+) -> AsyncIterator[Callable[[], Awaitable[bool]]]:
     """A session with a relay, dialled again whenever it is lost.
 
     `denied` fails when the relay does not let us publish. Once it has, that is no end: then it is told, and
@@ -302,9 +305,8 @@ async def _connected(
             console.tell("lost", f"{text}; trying again in {pause:g} s", error=str(error), pause=pause)
             await asyncio.sleep(pause)
 
-    async def leave() -> None:
-        for session in current:
-            await session.finish(DoneCode.GOING_AWAY, deadline=LEAVING)
+    async def leave() -> bool:
+        return all([await one.finish(DoneCode.GOING_AWAY, deadline=LEAVING) for one in current])
 
     keeper = asyncio.create_task(keep())
     try:

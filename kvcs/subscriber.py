@@ -170,7 +170,8 @@ class Subscriber:
                     if faults
                     else f"no publication was found within {wait:g} s: check that the scope key, the tokens "
                     "(those of the first block at least) and the whole descriptor (block_tokens, too) are "
-                    "those of the publisher, and that it has begun; or try a longer wait"
+                    "those of the publisher, and that it has begun (with these tokens no publication of more "
+                    "is found); or try a longer wait"
                 )
             blocks = found[0].blocks - 1  # kvcs 7.1: those of a shorter prefix may be of use.
 

@@ -8,9 +8,11 @@ import gc
 import ipaddress
 import json
 import logging
+import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -33,6 +35,8 @@ __all__ = [
     "options_of",
     "run",
 ]
+
+logger = logging.getLogger(__name__)
 
 OK: Final = 0
 FAILED: Final = 1
@@ -107,13 +111,13 @@ class Console:
     def tell(self, event: str, text: str, **details: object) -> None:
         """One event: `text` for people, `event` and `details` for machines."""
         if self.as_json:
-            print(json.dumps({"event": event, **details}), flush=True)
+            self._print(json.dumps({"event": event, **details}))
         else:
             self.line(text)
 
     def line(self, text: str) -> None:
         """Print a line for people."""
-        print(text, flush=True)
+        self._print(text)
 
     def error(self, text: str, *, lines: Sequence[str] = (), **details: object) -> None:
         """What went wrong, in a sentence, on standard error, and `lines` that tell people more."""
@@ -124,10 +128,27 @@ class Console:
             flush=True,
         )
         if self.as_json:
-            print(json.dumps({"event": "error", "text": text, **details}), flush=True)
+            self._print(json.dumps({"event": "error", "text": text, **details}))
 
     def close(self) -> None:
         """Leave nothing on the terminal that changes."""
+
+    def _print(self, text: str) -> None:
+        with self._output():
+            print(text, flush=True)
+
+    @contextmanager
+    def _output(self) -> Iterator[None]:
+        """Around what goes to standard output. When nobody reads that any more, or it has no room, the work
+        goes on: what was received is not lost for it.
+        """
+        try:
+            yield
+        except OSError as error:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, sys.stdout.fileno())
+            os.close(null)
+            logger.warning("standard output: %s: nothing more is told there", error.strerror)
 
 
 def _command() -> str:

@@ -71,9 +71,15 @@ class Server:
         assert self._listener is not None
         return self._listener.refused
 
-    async def finish(self, code: DoneCode, *, deadline: float) -> None:
-        """End all subscriptions of all sessions with PUBLISH_DONE `code`; `deadline` seconds at most."""
-        await asyncio.gather(*(session.finish(code, deadline=deadline) for session in list(self.sessions)))
+    async def finish(self, code: DoneCode, *, deadline: float) -> bool:
+        """End all subscriptions of all sessions with PUBLISH_DONE `code`; `deadline` seconds at most. Whether
+        all have taken all by then.
+        """
+        return all(
+            await asyncio.gather(
+                *(session.finish(code, deadline=deadline) for session in list(self.sessions))
+            )
+        )
 
     async def leave(self, *, deadline: float) -> None:
         """Take no more sessions and requests, ask the peers to leave, and go on serving what they have open,

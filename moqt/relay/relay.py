@@ -48,7 +48,7 @@ DENIALS = {
 }
 """Refusals that are about our token."""
 
-OVERLAP_PAUSE = 0.5
+OVERLAP_PAUSE = 0.05
 """Seconds until a prefix that overlapped with one just given up is asked for again."""
 
 

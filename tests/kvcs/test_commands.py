@@ -6,6 +6,8 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
+import resource
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
@@ -172,7 +174,13 @@ async def test_whole_cache_then_told_to_go(place: Place) -> None:
         publisher.process.send_signal(signal.SIGTERM)
         code, events, errors = await publisher.end()
         assert (code, errors) == (0, "")
-        assert events[-1] == {"event": "end", "reason": "SIGTERM", "complete": True, "published": LAYERS}
+        assert events[-1] == {
+            "event": "end",
+            "reason": "SIGTERM",
+            "delivered": True,
+            "complete": True,
+            "published": LAYERS,
+        }
 
 
 async def test_layer_range_and_first_blocks(place: Place) -> None:
@@ -309,6 +317,33 @@ async def test_an_output_that_cannot_be_written_is_known_before_connecting(place
     """Nobody listens on port 1: to connect would be exit code 1."""
     code, _, errors = await run(place.subscribe(1, "--output", "/proc/received.safetensors"))
     assert (code, "not written: no file can be made in /proc: " in errors) == (2, True), errors
+
+
+@pytest.mark.parametrize("form", [["--json"], []])
+async def test_standard_output_that_takes_nothing_loses_no_cache(place: Place, form: list[str]) -> None:
+    async with running(place.listen()) as publisher:
+        port = (await publisher.until("listening"))["port"]
+        arguments = [one for one in place.subscribe(port) if one != "--json"] + form
+        full = os.open("/dev/full", os.O_WRONLY)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", *arguments, stdout=full, stderr=PIPE, cwd=ROOT
+        )
+        os.close(full)
+        _, errors = await process.communicate()
+    said = "WARNING moqt.console: standard output: No space left on device: nothing more is told there\n"
+    assert (process.returncode, errors.decode()) == (0, said)
+    assert files.read(place.output).layers.keys() == set(range(LAYERS))
+
+
+async def test_an_output_for_which_there_is_no_room(place: Place) -> None:
+    """That is no bad usage: somebody may try again."""
+    async with running(place.listen()) as publisher:
+        port = (await publisher.until("listening"))["port"]
+        async with running(place.subscribe(port)) as subscriber:
+            resource.prlimit(subscriber.process.pid, resource.RLIMIT_FSIZE, (4096, 4096))
+            code, _, errors = await subscriber.end()
+    assert (code, f"cache file {place.output}: not written: " in errors) == (1, True), errors
+    assert not place.output.exists()
 
 
 async def test_listen_needs_a_certificate(place: Place) -> None:

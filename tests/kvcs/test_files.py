@@ -18,7 +18,7 @@ import safetensors.numpy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvcs.errors import FileFault, InvalidTensor, InvalidTokens
+from kvcs.errors import FileFault, InvalidTensor, InvalidTokens, NotWritten
 from kvcs.files import CacheFile, check_writable, read, read_descriptor, read_tokens, write
 from kvcs.identity import DTYPES, Descriptor
 from kvcs.layout import NUMPY_DTYPES, Geometry, Order, Tensor, to_blocks
@@ -212,7 +212,7 @@ def test_failed_write_leaves_the_old_file(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, step, full)
-        with pytest.raises(FileFault, match=rf"{path.name}: not written: .*No space left"):
+        with pytest.raises(NotWritten, match=rf"{path.name}: not written: .*No space left"):
             write(path, cache("float16", layers=(1,)))
     assert_same(read(path), cache("float16", layers=(0,)))
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
