@@ -17,7 +17,7 @@ from moqt.errors import (
     meaning,
 )
 from moqt.fetching import successor
-from moqt.filters import GroupOrder, LocationFilter
+from moqt.filters import GroupOrder, Location, LocationFilter
 from moqt.names import FullTrackName, printable
 from moqt.offers import Offer
 from moqt.reception import DataHeader, Inlet
@@ -375,12 +375,19 @@ class Feed:
         """Follow a publisher until it has no more, or is lost."""
         track = self.track
         track.describe(subscription.properties)
+        # Another publisher stands, and has not brought what this one tells of: its connection may be dead,
+        # unnoticed. What is missing goes before what comes now.
+        largest = subscription.largest
+        behind = largest is not None and (track.largest is None or track.largest < largest)
+        behind = behind and bool(self._established) and track.watched
         # After a loss those below know an old one, and would deny what exists until we have caught up.
         track.saw(subscription.largest, tell=self._broken)
         subscription.on_largest = lambda: track.saw(subscription.largest, tell=True)
         self._established[session] = subscription
         self._relay.subscribed += 1
         self._on_established()
+        if behind:
+            self._recover()
         try:
             async for item in subscription:
                 if filling is not None and isinstance(item, StreamEnd) and item.fill:
@@ -522,6 +529,8 @@ class Feed:
     async def _catch_up(self) -> None:
         track = self.track
         try:
+            reached: Location | None = None
+            evicted = self._relay.cache.evicted
             while track.watched:
                 gap = track.live_gap()
                 if gap is None and not track.torn:
@@ -533,8 +542,13 @@ class Feed:
                 while not hole.done:
                     hole.ahead = 0  # They are used when all is here.
                     await track.changes()
-                if gap[0] in hole.unknown:
+                # Nobody has it, or it has come before and did not stay: it is more than the cache holds.
+                seen = reached is not None and gap[0] <= reached
+                if gap[0] in hole.unknown or (seen and self._relay.cache.evicted > evicted):
+                    if not self._broken:
+                        track.lose(*gap)
                     break
+                reached = gap[1]
         finally:
             self._recovery = None
             if not self._broken:  # Else the publisher was lost again: whoever comes next has it.

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from moqt.errors import DoneCode
+from moqt.errors import DoneCode, ResetCode
 from moqt.fetching import successor
 from moqt.filters import Location
 from moqt.locations import LocationSet
@@ -40,6 +40,8 @@ class FollowedTrack(Track):
         self.finished = False
         """Its publisher has said that nothing more comes."""
         self._told = LocationSet()
+        self._lost = LocationSet()
+        """What those who follow were promised, and will not get: nobody has it any more."""
         self._deferred: list[Callable[[], None]] | None = None
         self._waiters: list[Callable[[], None]] = []
         self._partial: set[CachedObject] = set()
@@ -75,6 +77,7 @@ class FollowedTrack(Track):
         if self._watchers:
             self.on_steer()
         else:
+            self._lost = LocationSet()
             self.on_idle()
 
     def steer(self) -> None:
@@ -105,6 +108,12 @@ class FollowedTrack(Track):
                 self._tell_once(item)
         for tell in deferred or ():
             tell()
+
+    def lose(self, start: Location, end: Location) -> None:
+        """Those who follow will not get what is from `start` to `end`: no stream of these Groups may end with
+        FIN (moqt 12.6), nor may they be told that the Track has ended.
+        """
+        self._lost.add(start, end)
 
     @property
     def torn(self) -> bool:
@@ -163,7 +172,7 @@ class FollowedTrack(Track):
     # Inside.
 
     def _close(self, code: DoneCode) -> None:
-        super().close(code)
+        super().close(DoneCode.INTERNAL_ERROR if self._lost and code is DoneCode.TRACK_ENDED else code)
         self.on_idle()
 
     def _tell_once(self, item: StoredObject) -> None:
@@ -186,6 +195,8 @@ class FollowedTrack(Track):
             watcher.on_piece(item, piece)
 
     def _tell_subgroup_end(self, group: int, subgroup: int, code: int | None) -> None:
+        if code is None and any(start.group <= group <= end.group for start, end in self._lost):
+            code = ResetCode.INTERNAL_ERROR
         for watcher in list(self._watchers):
             watcher.on_subgroup_end(group, subgroup, code)
 
