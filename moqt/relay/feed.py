@@ -16,7 +16,6 @@ from moqt.errors import (
     RequestRejected,
     meaning,
 )
-from moqt.fetching import successor
 from moqt.filters import GroupOrder, Location, LocationFilter
 from moqt.names import FullTrackName, printable
 from moqt.offers import Offer
@@ -465,9 +464,6 @@ class Feed:
                 late = {one for one in self._established.values() if one.forward != forward} - failed
                 if not late:
                     return
-                if forward and track.largest is not None and len(late) == len(self._established):
-                    # Those who go on were told our Largest Object: what was published behind it is theirs.
-                    track.live_start = max(track.live_start, successor(track.largest))
                 for update in [self._update(one, forward=forward) for one in late]:
                     await update
                 failed |= {one for one in late if one.forward != forward}

@@ -40,6 +40,7 @@ class FollowedTrack(Track):
         self.finished = False
         """Its publisher has said that nothing more comes."""
         self._told = LocationSet()
+        self._all_paused = True
         self._lost = LocationSet()
         """What those who follow were promised, and will not get: nobody has it any more."""
         self._deferred: list[Callable[[], None]] | None = None
@@ -68,19 +69,25 @@ class FollowedTrack(Track):
         if not self._watchers:
             self.live_start = Location(0, 0) if self.largest is None else successor(self.largest)
         super().watch(watcher)
-        self.on_steer()
+        self.steer()
         if self.finished:
             asyncio.get_running_loop().call_soon(watcher.on_removed, DoneCode.TRACK_ENDED)
 
     def unwatch(self, watcher: TrackWatcher) -> None:
         super().unwatch(watcher)
         if self._watchers:
-            self.on_steer()
+            self.steer()
         else:
+            self._all_paused = True
             self._lost = LocationSet()
             self.on_idle()
 
     def steer(self) -> None:
+        paused = self.paused
+        if self._all_paused and not paused and self.largest is not None:
+            # Whoever goes on is told our Largest Object now: what was published behind it is theirs.
+            self.live_start = max(self.live_start, successor(self.largest))
+        self._all_paused = paused
         self.on_steer()
 
     def request_group(self, group: int) -> None:
