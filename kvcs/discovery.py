@@ -276,10 +276,8 @@ class _Question:
         except InvalidName as error:  # kvcs 3.1
             logger.warning("a namespace that names no publication is ignored: %s", error)
             return
-        if not event.present:
-            self.names.remove(name)
-        elif self._ours(name):
-            self.names.append(name)
+        if self._ours(name):
+            (self.names.append if event.present else self.names.remove)(name)
 
     def _note(self, error: Exception) -> None:
         logger.info("a namespace prefix: %s", error)

@@ -306,7 +306,9 @@ async def _connected(
             await asyncio.sleep(pause)
 
     async def leave() -> bool:
-        return all([await one.finish(DoneCode.GOING_AWAY, deadline=LEAVING) for one in current])
+        for session in current:
+            return await session.finish(DoneCode.GOING_AWAY, deadline=LEAVING)
+        return False  # The relay is away.
 
     keeper = asyncio.create_task(keep())
     try:

@@ -210,9 +210,7 @@ class CachedTrack(FollowedTrack):
         if item.missing and resume:
             self.known.remove(item.location, item.location)
         elif item.missing:
-            self.evict(item)
-            for watcher in list(self._watchers):
-                watcher.on_failed(item, code)
+            self.evict(item, code)
         elif item.expires <= asyncio.get_running_loop().time():
             self.evict(item)
         self._cache.trim()
@@ -390,8 +388,10 @@ class CachedTrack(FollowedTrack):
             if isinstance(item, CachedObject) and item.expires <= now and not item.writers:
                 self.evict(item)
 
-    def evict(self, item: CachedObject) -> None:
-        """Keep an Object no longer; from now on it is unknown (moqt 15 #6)."""
+    def evict(self, item: CachedObject, code: int = ResetCode.INTERNAL_ERROR) -> None:
+        """Keep an Object no longer; from now on it is unknown (moqt 15 #6). Streams that are inside it are
+        reset with `code`.
+        """
         if item.newer is None:
             return
         self._count -= 1
@@ -413,7 +413,7 @@ class CachedTrack(FollowedTrack):
         if item.lost and not self.fault:
             self._told.remove(item.location, item.location)
             for watcher in list(self._watchers):
-                watcher.on_failed(item, ResetCode.INTERNAL_ERROR)
+                watcher.on_failed(item, code)
         self._lack()
 
     # Inside.

@@ -335,6 +335,17 @@ async def test_standard_output_that_takes_nothing_loses_no_cache(place: Place, f
     assert files.read(place.output).layers.keys() == set(range(LAYERS))
 
 
+async def test_a_publisher_says_when_not_all_was_taken(place: Place) -> None:
+    async with (
+        running([*place.listen(), "--layer-interval", "1"]) as publisher,
+        running(place.subscribe((await publisher.until("listening"))["port"])) as subscriber,
+    ):
+        await subscriber.until("layer")
+        subscriber.process.send_signal(signal.SIGSTOP)
+        publisher.process.send_signal(signal.SIGTERM)
+        assert (await publisher.until("end"))["delivered"] is False
+
+
 async def test_an_output_for_which_there_is_no_room(place: Place) -> None:
     """That is no bad usage: somebody may try again."""
     async with running(place.listen()) as publisher:

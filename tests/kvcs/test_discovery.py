@@ -140,6 +140,15 @@ async def test_a_short_prefix_of_a_long_prompt() -> None:
     assert asked == [content_prefix(SCOPE_ID, COMPAT_ID, keys[-1]), scope_prefix(SCOPE_ID)]
 
 
+async def test_publications_of_others_may_end_while_the_scope_is_asked_for() -> None:
+    async with stage() as scene:
+        other = scene.publisher().publish(TOKENS[2:])
+        task = asyncio.create_task(find(scene, LONG_PROMPT, wait=1.0))
+        await asyncio.sleep(0.5)
+        other.close()
+        assert await task == []
+
+
 @pytest.mark.requirement("R7.1c")
 async def test_a_long_prompt_where_the_scope_can_not_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many prefixes at a time, the longest first; as few as `min_blocks` allows."""

@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 
 from moqt import Location, LocationFilter, ReceivedObject, StreamEnd, Track
-from moqt.errors import DoneCode, RequestRejected
+from moqt.errors import DoneCode, RequestRejected, ResetCode
 from moqt.filters import GroupOrder
 from moqt.tracks import Tracks
 from tests.kvcs.stage import Wiretap
@@ -79,6 +79,26 @@ async def test_half_an_object_that_was_evicted_is_never_written_on(pressure: boo
         await drain
     check_payloads(objects(items))
     assert any(isinstance(item, StreamEnd) and item.code is not None for item in items)
+
+
+async def test_the_code_of_a_reset_inside_an_object_is_passed_on() -> None:
+    """moqt 15 #15."""
+    track = make_track(b"k", one_subgroup=True)
+    tracks = Tracks()
+    tracks.add(track)
+    tracks.announce(NAMESPACE)
+    async with network(window=16384) as net:
+        _, publisher = await net.publish(tracks)
+        live = await join(net.sessions[0], track.name)
+        await asyncio.sleep(1)
+        piece(track, 0, 0, SIZE)
+        await until(lambda: any(0 < item.missing < 60_000 for item in net.cached(track.name).kept()))
+        (delivery,) = publisher.publishing._subscriptions
+        delivery._reset((0, 0), ResetCode.DELIVERY_TIMEOUT)
+        await asyncio.sleep(1)
+        tracks.remove(track.name, DoneCode.TRACK_ENDED)
+        ends = [item for item in await collect(live) if isinstance(item, StreamEnd)]
+    assert [item.code for item in ends] == [ResetCode.DELIVERY_TIMEOUT]
 
 
 @pytest.mark.parametrize("cache", [0, 3 * SIZE, 1 << 30])
