@@ -107,17 +107,19 @@ __all__ = [
     "serve",
 ]
 
-_OF_SUBSCRIBERS = (
-    "FetchStream",
-    "Fill",
-    "Item",
-    "RangeNotice",
-    "ReceivedObject",
-    "StreamEnd",
-    "Subscription",
-    "TrackStatusResult",
-)
-_OF_OFFERS = ("Offer", "TracksWatch", "publish")
+_ON_FIRST_USE = {
+    "moqt.offers": ("Offer", "TracksWatch", "publish"),
+    "moqt.subscribing": (
+        "FetchStream",
+        "Fill",
+        "Item",
+        "RangeNotice",
+        "ReceivedObject",
+        "StreamEnd",
+        "Subscription",
+        "TrackStatusResult",
+    ),
+}
 
 
 if not TYPE_CHECKING:  # A checker would take any name for one that is here.
@@ -126,7 +128,7 @@ if not TYPE_CHECKING:  # A checker would take any name for one that is here.
         """What takes Objects in, and PUBLISH, is imported with its first use: a publisher lives beside an
         engine, and does without.
         """
-        for module, names in (("moqt.subscribing", _OF_SUBSCRIBERS), ("moqt.offers", _OF_OFFERS)):
+        for module, names in _ON_FIRST_USE.items():
             if name in names:
                 return getattr(import_module(module), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
