@@ -10,6 +10,8 @@ import pytest
 
 from moqt import Location, ReceivedObject, StreamEnd
 from moqt.errors import DoneCode
+from moqt.relay.followed import FollowedTrack
+from moqt.track import TrackWatcher
 from tests.moqt.scene import check_exactly_once, collect, make_track, objects, piece
 from tests.relay.network import join, network, until
 
@@ -117,3 +119,19 @@ async def test_what_was_missed_is_more_than_the_cache_holds(cache: int) -> None:
         assert any(isinstance(item, StreamEnd) and item.code is not None for item in items)
         assert live.done is not None
         assert live.done.status != DoneCode.TRACK_ENDED
+
+
+async def test_what_is_promised_to_those_who_go_on() -> None:
+    """What follows the Largest Object of that moment, even if the answer to the pause comes later."""
+    track, watcher = FollowedTrack(make_track(b"k").name), TrackWatcher()
+    watcher.paused = True
+    track.watch(watcher)
+    for told, later in ((4, 9), (12, 15)):
+        track.largest = Location(0, told)
+        watcher.paused = False
+        track.steer()
+        track.largest = Location(0, later)
+        track.steer()
+        assert track.live_start == Location(0, told + 1)
+        watcher.paused = True
+        track.steer()
